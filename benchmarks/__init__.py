@@ -1,0 +1,1 @@
+"""Measurements of lightning_dist beside the systems people use today; see README.md for the protocol."""

@@ -1,0 +1,173 @@
+"""The mesh: one `Axis` per dimension of the layout, each with its process groups and its lines in the ledger.
+
+An axis keeps a process group per *channel*. Collectives match up by their order inside a group, so streams of
+collectives whose order relative to each other may differ between ranks (gradients leave when they are ready,
+parameters arrive when they are needed) must not share one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.comm import collectives
+from lightning_dist.comm.collectives import Pending
+from lightning_dist.comm.ledger import Ledger
+from lightning_dist.comm.rollcall import RollCall
+from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.layout import AXES, Layout
+from lightning_dist.core.stages import ring_bytes
+
+CHANNELS = ("gather", "reduce")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name."""
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    groups: dict[str, dist.ProcessGroup]
+    backend: str
+    ledger: Ledger
+
+    @property
+    def p2p(self) -> bool:
+        """Whether flat collectives go point to point (gloo)."""
+        return self.backend == "gloo"
+
+    @property
+    def sums_in_output_dtype(self) -> bool:
+        """Whether a reduce-scatter adds in the dtype of its output, whatever travels."""
+        return self.p2p
+
+    def all_gather(self, flat: Tensor, *, purpose: str) -> Pending:
+        """Start to fill `flat` (size * S elements), of which this rank's chunk is in place. See `collectives`."""
+        if self.size == 1:
+            return Pending()
+        self._book("all_gather", purpose, flat)
+        return collectives.all_gather(flat, group=self.groups["gather"], p2p=self.p2p)
+
+    def reduce_scatter_mean(
+        self, flat: Tensor, out: Tensor, *, purpose: str, staging: Tensor | None = None, add: bool = False
+    ) -> Pending:
+        """Start ``out (+)= mean over ranks of this rank's chunk of flat``. See `collectives`."""
+        if self.size == 1:
+            return Pending((), lambda: _take(flat, out, add=add))
+        self._book("reduce_scatter", purpose, flat)
+        group = self.groups["reduce"]
+        scale = 1.0 / self.size
+        return collectives.reduce_scatter(flat, out, group=group, p2p=self.p2p, scale=scale, staging=staging, add=add)
+
+    def all_reduce_mean(self, flat: Tensor, *, purpose: str) -> Pending:
+        """Start ``flat = mean over ranks``, in place."""
+        if self.size == 1:
+            return Pending()
+        self._book("all_reduce", purpose, flat, times=2)
+        return collectives.all_reduce(flat, group=self.groups["reduce"], scale=1.0 / self.size)
+
+    def all_reduce(self, flat: Tensor, *, purpose: str, op: str = "sum") -> Tensor:
+        """``flat = op over ranks`` ("sum", "max", "min"), in place and finished on return."""
+        if self.size > 1:
+            self._book("all_reduce", purpose, flat, times=2)
+            dist.all_reduce(flat, _OPS[op], group=self.groups["reduce"])
+        return flat
+
+    def broadcast(self, flat: Tensor, *, purpose: str, source: int = 0) -> Tensor:
+        """``flat = flat of the axis rank source``, in place and finished on return."""
+        if self.size > 1:
+            self.ledger.record(self.name, "broadcast", purpose, flat.numel() * flat.element_size())
+            dist.broadcast(flat, group=self.groups["gather"], group_src=source)
+        return flat
+
+    def collect(self, piece: Tensor, sizes: Sequence[int], *, purpose: str, out: Tensor | None) -> None:
+        """Send every rank's `piece` to axis rank 0, which puts them one after the other into `out`.
+
+        Args:
+            piece: this rank's part, `sizes[rank]` elements.
+            sizes: number of elements that each rank contributes (the same list on all ranks).
+            out: on rank 0 a flat tensor of ``sum(sizes)`` elements, elsewhere None.
+        """
+        group = self.groups["gather"]
+        if self.rank:
+            if piece.numel():
+                self.ledger.record(self.name, "collect", purpose, piece.numel() * piece.element_size())
+                dist.send(piece.contiguous(), group=group, group_dst=0)
+            return
+        assert out is not None
+        for peer, part in enumerate(torch.split(out, list(sizes))):
+            if peer == 0:
+                part.copy_(piece)
+            elif part.numel():
+                dist.recv(part, group=group, group_src=peer)
+
+    def _book(self, collective: str, purpose: str, flat: Tensor, *, times: int = 1) -> None:
+        sent = times * ring_bytes(flat.numel(), flat.element_size(), self.size)
+        self.ledger.record(self.name, collective, purpose, sent)
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _take(flat: Tensor, out: Tensor, *, add: bool) -> None:
+    if add:
+        out.add_(flat)
+    elif out.data_ptr() != flat.data_ptr():
+        out.copy_(flat)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of a layout, the ledger that they share, and the roll call of the whole world."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    axes: dict[str, Axis]
+    ledger: Ledger
+    rollcall: RollCall
+
+    @property
+    def dp(self) -> Axis:
+        """The data-parallel axis."""
+        return self.axes["dp"]
+
+    @classmethod
+    def from_world(cls, layout: Layout, device: torch.device | None = None) -> "Mesh":
+        """Build the mesh on the default process group; collective, to be called on all ranks alike.
+
+        Raises:
+            ConfigurationError: no process group, or a layout that does not fill the world.
+        """
+        if not dist.is_initialized():
+            raise ConfigurationError("no process group: call torch.distributed.init_process_group first")
+        if layout.world_size != dist.get_world_size():
+            raise ConfigurationError(
+                f"{layout} needs {layout.world_size} ranks but the world has {dist.get_world_size()}"
+            )
+        rank = dist.get_rank()
+        ledger = Ledger()
+        backend = str(dist.get_backend())
+        axes = {axis: _make_axis(axis, layout, rank, backend, ledger) for axis in AXES}
+        device = (
+            device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        )
+        return cls(layout, rank, device, axes, ledger, RollCall.for_world(backend, ledger))
+
+
+def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledger) -> Axis:
+    position = layout.coordinates(rank)[name]
+    size = layout.size(name)
+    groups: dict[str, dist.ProcessGroup] = {}
+    mine: tuple[int, ...] = (rank,)
+    for ranks in layout.groups(name) if size > 1 else ():
+        for channel in CHANNELS:
+            group = dist.new_group(ranks, backend=backend)
+            if rank in ranks:
+                groups[channel] = group
+                mine = tuple(ranks)
+    return Axis(name, size, position, mine, groups, backend, ledger)

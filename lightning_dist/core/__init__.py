@@ -1,0 +1,1 @@
+"""Ranks, shards, stages and errors: plain Python that every other floor speaks in."""

@@ -1,0 +1,92 @@
+"""A layout says how a world of ranks is divided into axes, and where each rank sits.
+
+The axes are laid out like the digits of a number, the fastest last::
+
+    rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+
+so tensor-parallel peers are neighbours (they talk most and should share a node), then data-parallel
+replicas, then pipeline stages. Example, ``Layout(pp=2, dp=2, tp=2)``::
+
+    stage 0: [0 1] [2 3]      stage 1: [4 5] [6 7]      brackets: tp peers
+"""
+
+import re
+from dataclasses import dataclass
+
+from lightning_dist.core.errors import ConfigurationError
+
+AXES = ("pp", "dp", "tp")
+"""Axis names, slowest first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel axes; their product is the world size.
+
+    Raises:
+        ConfigurationError: a size below 1.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise ConfigurationError(f"{axis}={self.size(axis)} is not a size; use 1 or more ranks per axis")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the whole layout."""
+        return self.dp * self.tp * self.pp
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along every axis.
+
+        Raises:
+            ConfigurationError: the rank is outside the world.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigurationError(f"rank {rank} is outside a world of {self.world_size} ranks ({self})")
+        position = {}
+        for axis in reversed(AXES):
+            rank, position[axis] = divmod(rank, self.size(axis))
+        return position
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        """Global rank at a position; the inverse of `coordinates`."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.size(axis) + coordinates[axis]
+        return rank
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """All groups of ranks that differ only along `axis`, in rank order."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            position = self.coordinates(rank)
+            members.setdefault(tuple(position[other] for other in AXES if other != axis), []).append(rank)
+        return list(members.values())
+
+
+STRATEGY_NAMES: dict[str, dict[str, int]] = {f"zero{stage}": {"stage": stage} for stage in range(4)}
+"""Registered strategy names and the arguments that each stands for."""
+
+GRAMMAR = (
+    "known names are "
+    + ", ".join(f'"{name}"' for name in STRATEGY_NAMES)
+    + ": zero0 replicates everything (plain data parallelism), zero1 shards the optimizer state, "
+    "zero2 the gradients too, zero3 the parameters too"
+)
+
+
+def explain_unknown_name(name: str) -> str | None:
+    """Why a strategy name that looks like one of ours is not known, or None when it does not look like ours."""
+    if name in STRATEGY_NAMES or not re.match(r"^(zero|3d|(tp|pp)\d*(_|$))", name.replace("-", "_")):
+        return None
+    return f'strategy="{name}" is not a name that lightning_dist knows; {GRAMMAR}'

@@ -1,0 +1,16 @@
+"""What is composed from the engines below and usable in a plain PyTorch loop."""
+
+from lightning_dist.engine.grad_norm import clip_by_norm, clip_by_value, grad_norm, grad_norms
+from lightning_dist.engine.placement import materialize, place_buffers
+from lightning_dist.engine.summary import memory_line, step_bytes
+
+__all__ = [
+    "clip_by_norm",
+    "clip_by_value",
+    "grad_norm",
+    "grad_norms",
+    "materialize",
+    "memory_line",
+    "place_buffers",
+    "step_bytes",
+]

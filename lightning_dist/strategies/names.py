@@ -1,0 +1,51 @@
+"""Strategy names: registered with Lightning, and explained when they are wrong."""
+
+import sys
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.layout import STRATEGY_NAMES, explain_unknown_name
+from lightning_dist.strategies.zero import ZeROStrategy
+
+MIXED_IMPORTS = (
+    "lightning_dist works with `import lightning as L` (lightning.pytorch); `pytorch_lightning` is another package "
+    "with classes of its own. Use L.Trainer and L.LightningModule everywhere in place of pytorch_lightning's"
+)
+
+
+class _KnownNames(list[str]):
+    """Lightning asks whether a name is in the list of those it knows; ours get a better answer than no."""
+
+    def __contains__(self, name: object) -> bool:
+        known = super().__contains__(name)
+        if not known and isinstance(name, str) and (reason := explain_unknown_name(name)):
+            raise ConfigurationError(reason)
+        return known
+
+
+def register() -> None:
+    """Add our names to Lightning's registry; calling it again changes nothing."""
+    for name, arguments in STRATEGY_NAMES.items():
+        if name not in StrategyRegistry:
+            description = f"lightning_dist: ZeRO stage {arguments['stage']}"
+            StrategyRegistry.register(name, ZeROStrategy, description, False, **arguments)
+    listed = type(StrategyRegistry).available_strategies
+    answer = lambda: _KnownNames(listed(StrategyRegistry))  # noqa: E731 (an attribute of the instance)
+    setattr(StrategyRegistry, "available_strategies", answer)  # noqa: B010 (the type says it is a method)
+    _explain_mixed_imports()
+
+
+def _explain_mixed_imports() -> None:
+    """Where pytorch_lightning is in use too, its registry learns to explain the mix-up."""
+    other = sys.modules.get("pytorch_lightning.strategies")
+    if other is None:
+        return
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ConfigurationError(MIXED_IMPORTS)
+
+    for name in STRATEGY_NAMES:
+        if name not in other.StrategyRegistry:
+            other.StrategyRegistry.register(name, refuse, description="lightning_dist, under another import")

@@ -1,0 +1,5 @@
+"""ZeRO sharding: stages 0 to 3 from one table, usable in a plain PyTorch loop."""
+
+from lightning_dist.zero.engine import Piece, ZeroEngine
+
+__all__ = ["Piece", "ZeroEngine"]

@@ -1,0 +1,150 @@
+"""When units are gathered: on need, in an order that all ranks agree on, and a little ahead of need.
+
+Ranks may run different layers (an expert without a token, a dropped layer), but an all-gather takes all of them. So
+before each one the ranks say which unit they want; usually it is the same, else the union is gathered and everyone
+drops what it did not ask for::
+
+    rank 0 wants layer 3 \\                                      rank 0 keeps 3, drops 5
+    rank 1 wants layer 5 /  ->  all gather 3, all gather 5  ->   rank 1 keeps 5, drops 3
+
+Nothing can hang on a difference in control flow, and nothing has to be configured for it. The sequence of needs is
+recorded; the next step prefetches by it, as far as `prefetch_bytes` allows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_dist.comm.rollcall import Place, RollCall
+from lightning_dist.zero.flat import FlatGroup, Residency
+
+
+@dataclass(eq=False)
+class Unit:
+    """Flat groups that are gathered and released together."""
+
+    index: int
+    name: str
+    groups: list[FlatGroup]
+    callers: list[nn.Module] = field(default_factory=list)
+    holds: int = 0  # while positive, the unit is not released
+    shown: bool = False  # its masters are shown whole (`gathered`), so nothing is to be fetched
+    calls: int = 0  # forward calls in this step
+    open_calls: int = 0  # forward calls whose backward is not over
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the unit's computing copy when it is gathered."""
+        return sum(group.num_bytes for group in self.groups)
+
+    @property
+    def residency(self) -> Residency:
+        """Residency of its groups, which is the same for all."""
+        return self.groups[0].residency
+
+    def start_gather(self) -> None:
+        """Start the all-gathers of all groups; collective."""
+        for group in self.groups:
+            group.start_gather()
+
+    def finish_gather(self) -> None:
+        """Wait for them."""
+        for group in self.groups:
+            group.finish_gather()
+
+    def release(self) -> None:
+        """Free the computing copies, unless someone holds the unit."""
+        if not self.holds and not self.shown:
+            for group in self.groups:
+                group.release()
+
+
+@dataclass
+class Trace:
+    """The order in which units were needed in the last step of a kind; predicts the present one."""
+
+    expected: list[int] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    position: int = 0
+
+    def note(self, index: int) -> None:
+        """A unit is needed; move on to where the last step needed it."""
+        self.seen.append(index)
+        for place in range(self.position, len(self.expected)):
+            if self.expected[place] == index:
+                self.position = place + 1
+                return
+
+    @property
+    def upcoming(self) -> list[int]:
+        """The units that are expected next."""
+        return self.expected[self.position :]
+
+    def restart(self) -> None:
+        """A step is over: what was seen is what the next one expects."""
+        if self.seen:
+            self.expected, self.seen = self.seen, []
+        self.position = 0
+
+
+class Gatherer:
+    """Keeps the units that are in use gathered, and few others."""
+
+    def __init__(self, units: Sequence[Unit], rollcall: RollCall, *, prefetch_bytes: int) -> None:
+        self.units, self.rollcall, self.prefetch_bytes = units, rollcall, prefetch_bytes
+        self.traces: dict[str, Trace] = {}
+        self.trace = Trace()
+        rollcall.help_gather = self.help
+
+    def begin(self, kind: str) -> None:
+        """A step of this kind ("train", "eval") begins."""
+        self.trace = self.traces.setdefault(kind, Trace())
+        self.trace.restart()
+
+    def need(self, unit: Unit) -> None:
+        """Return when the unit's values are present; then start on what will be needed next."""
+        if unit.shown:
+            return
+        self.trace.note(unit.index)
+        if unit.residency is Residency.RELEASED:
+            self._gather_agreed(unit)
+        unit.finish_gather()
+        self._prefetch()
+
+    def need_again(self, unit: Unit) -> None:
+        """A saved tensor of the unit is read in backward. Usually it is present."""
+        if unit.residency is not Residency.GATHERED and not unit.shown:
+            self.need(unit)
+
+    def needs_next(self, unit: Unit) -> bool:
+        """Whether the last step needed this very unit again at once (a layer that is used many times)."""
+        return self.trace.upcoming[:1] == [unit.index]
+
+    def help(self, wanted: list[int]) -> None:
+        """Take part in gathers that other ranks asked for."""
+        self._gather_all(wanted, keep=None)
+
+    def _gather_agreed(self, unit: Unit) -> None:
+        wanted = self.rollcall.ask(Place.GATHER, unit.index, what=f"of unit {unit.name}")
+        self._gather_all(sorted(set(wanted)), keep=unit)
+
+    def _gather_all(self, wanted: list[int], *, keep: Unit | None) -> None:
+        for index in wanted:
+            unit = self.units[index]
+            guest = unit.residency is Residency.RELEASED and unit is not keep
+            unit.start_gather()
+            if unit is not keep:
+                unit.finish_gather()
+            if guest:
+                unit.release()
+
+    def _prefetch(self) -> None:
+        ahead = 0
+        for index in self.trace.upcoming:
+            unit = self.units[index]
+            ahead += unit.num_bytes
+            if ahead > self.prefetch_bytes:
+                return
+            if unit.residency is Residency.RELEASED:
+                self._gather_agreed(unit)

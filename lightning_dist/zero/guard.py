@@ -1,0 +1,180 @@
+"""Parameters that are away, and gradients that exist only in shards: honest to look at, loud to touch.
+
+While a unit is released, its parameters stay in the user's module with their identity, shape, dtype, name and
+`requires_grad` true, because training scripts ask for them (`p.ndim >= 2` decides weight decay in half the world's
+scripts). Only their values are gone. A released parameter therefore changes its *class* to `ReleasedParameter`,
+which intercepts every torch call: questions about metadata are answered; anything that would read or write
+values is handed to the owner of the parameter. The owner serves it by gathering where all ranks take part (inside
+a training or validation step), and refuses it elsewhere, naming `gathered` as the remedy. A gathered parameter is an
+ordinary `nn.Parameter` again and costs nothing.
+
+Assigning ``__class__`` is how torch itself turns an uninitialized parameter into a real one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_dist.core.errors import ShardedGradientError
+from lightning_dist.zero.fragment import Fragment
+
+_SLOT = "_lightning_dist_slot"
+
+
+class Owner(Protocol):
+    """Who is asked when the values of a released parameter are needed."""
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Make the values present (the class is `nn.Parameter` again on return) or raise."""
+
+    def load(self, parameter: nn.Parameter, values: Tensor) -> bool:
+        """Take over whole new values; False when writing is not open at this moment."""
+
+
+def _getters(names: Iterable[str]) -> set[object]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_ATTRIBUTES = """
+    shape dtype device layout requires_grad grad grad_fn is_leaf ndim is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested is_mkldnn is_xpu is_mps itemsize nbytes output_nr retains_grad _backward_hooks _version
+"""
+
+_METADATA: set[object] = _getters(_ATTRIBUTES.split()) | {
+    vars(torch._C.TensorBase)["grad"].__set__,
+    vars(torch._C.TensorBase)["requires_grad"].__set__,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_signed,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+}
+"""What can be answered without values."""
+
+_CONTIGUOUS: dict[object, Callable[[Tensor], object]] = {
+    torch.Tensor.stride: lambda p: torch.empty(p.shape, device="meta").stride(),
+    torch.Tensor.is_contiguous: lambda p: True,
+}
+"""Questions that the stand-in would answer wrongly: a gathered parameter is contiguous."""
+
+_COMPARISONS: set[object] = {torch.equal, torch.Tensor.__eq__}
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose values rest sharded on all ranks."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about metadata; for anything else ask the owner for the values first."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        parameter = args[0] if args else None
+        if func is torch.Tensor.__repr__ and isinstance(parameter, nn.Parameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                return (
+                    f"Parameter(values sharded over all ranks, shape={tuple(parameter.shape)}, dtype={parameter.dtype})"
+                )
+        if func in _CONTIGUOUS and isinstance(parameter, Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                return _CONTIGUOUS[func](parameter)
+        if func is torch.Tensor.copy_ and isinstance(parameter, ReleasedParameter):
+            values = args[1] if len(args) > 1 else kwargs["src"]
+            taken = owner_of(parameter).load(parameter, values)
+            if taken:
+                return parameter
+        if func in _COMPARISONS and any(isinstance(arg, Fragment) for arg in args):
+            # Someone asks whether an optimizer has this parameter: that is a question of identity.
+            return any(isinstance(arg, Fragment) and any(arg.whole is other for other in args) for arg in args)
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, ReleasedParameter):
+                owner_of(value).touch(value)
+        return func(*args, **kwargs)
+
+
+class ShardedGradient(Tensor):
+    """What `p.grad` shows while the gradient exists only in shards (or only as this rank's unreduced part)."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about metadata; refuse to show values that are not there."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__repr__:
+            return "ShardedGradient()"
+        raise ShardedGradientError(
+            "this gradient exists only in shards: read it inside `with strategy.gathered(module, gradients=True):` on "
+            "all ranks, take norms from `strategy.grad_norms()`, and clip by Trainer(gradient_clip_val=...) or "
+            "self.clip_gradients(...)"
+        )
+
+
+def sharded_gradient(parameter: nn.Parameter) -> ShardedGradient:
+    """A stand-in of the parameter's shape that holds one element."""
+    with torch._C.DisableTorchFunctionSubclass():
+        stand_in = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        return stand_in.as_subclass(ShardedGradient)
+
+
+def released_values(parameter: nn.Parameter) -> Tensor:
+    """One NaN, expanded to the parameter's shape: true metadata, and loud should anything read past the guard."""
+    return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def hide(parameter: nn.Parameter, stand_in: Tensor) -> None:
+    """Take the values away from a gathered parameter."""
+    parameter.data = stand_in
+    parameter.__class__ = ReleasedParameter
+
+
+def show(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter its values (again)."""
+    parameter.__class__ = nn.Parameter
+    parameter.data = values
+
+
+def own(parameter: nn.Parameter, owner: Owner) -> None:
+    """Note who is to be asked about this parameter."""
+    setattr(parameter, _SLOT, owner)
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """Forget the owner."""
+    parameter.__dict__.pop(_SLOT, None)
+
+
+def is_owned(parameter: nn.Parameter) -> bool:
+    """Whether an engine has taken this parameter over."""
+    return _SLOT in parameter.__dict__
+
+
+def owner_of(parameter: nn.Parameter) -> Owner:
+    """Who is to be asked about this parameter."""
+    owner: Owner = parameter.__dict__[_SLOT]
+    return owner
