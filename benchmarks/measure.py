@@ -6,29 +6,30 @@ Each quantity is read where nothing else can leak into it:
   sum over a process's own sockets is exactly what its collectives put on the wire, without headers and the
   traffic of others on the loopback device. gloo moves everything through TCP, also within one machine.
 - *Page faults and CPU time*: ``getrusage`` of the process, all its threads.
-- *Tensor memory*: torch's profiler reports every allocation and release of the CPU allocator. Recorded from
-  before the model exists, their running sum is the number of bytes held by tensors (C++ buffers included) at
-  any time; its level at the end of a step is what persists, its maximum within the step is the peak.
+- *Memory in use*: glibc knows how many bytes are allocated at this moment (``mallinfo2``), tensors and C++ buffers
+  of every thread included, free blocks excluded. The growth since just before the model was built is what training
+  holds; a thread that reads it every millisecond during warm-up finds the peak. (torch's profiler counts too
+  much here: it misses releases on gloo's threads, where the last owner of a gathered buffer may live.)
 - *Resident memory*: ``VmHWM``, the kernel's own high-water mark, set back to the present level after warm-up.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 import socket
 import statistics
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import ClassVar
 
 # Offset of the 64-bit field tcpi_bytes_sent in Linux's struct tcp_info, where it is since kernel 4.19.
 _TCPI_BYTES_SENT = 200
-_STEADY = "benchmark: steady step"
 
 
 def tcp_bytes_sent() -> int | None:
@@ -85,65 +86,71 @@ def reset_peak_resident() -> None:
         return
 
 
-@dataclass(frozen=True)
-class TensorMemory:
-    """Bytes of the CPU allocator: held between steps, and at most within a step."""
+class _MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
 
-    persistent: int
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class HeapMemory:
+    """Bytes allocated beyond what the process had before its model: between steps, and at most within one."""
+
+    held: int
     peak: int
 
 
-class AllocationTrace:
-    """Follow the CPU allocator through torch's profiler; open it before the model is built.
-
-    The profiler costs time, so a trace belongs into warm-up, never into a timed step.
-    """
+class HeapMeter:
+    """What is allocated now, relative to when the meter was made."""
 
     def __init__(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        self._mallinfo: Callable[[], _MallInfo] | None = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        if self._mallinfo is not None:
+            self._mallinfo.restype = _MallInfo
+        gc.collect()
+        self._base = self._allocated()
 
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    def _allocated(self) -> int:
+        if self._mallinfo is None:
+            return 0
+        info = self._mallinfo()
+        return int(info.uordblks + info.hblkhd)  # blocks inside the heaps, and those mapped one by one
 
-    def __enter__(self) -> AllocationTrace:
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def now(self) -> int:
+        """Bytes allocated since the meter was made."""
+        return self._allocated() - self._base
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profile.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def watch(self, work: Callable[[], object]) -> HeapMemory | None:
+        """Run `work` and return its peak and the level after it; None where the C library is not glibc."""
+        peak, over = self.now(), threading.Event()
 
-    @contextmanager
-    def steady_step(self) -> Iterator[None]:
-        """Mark the step whose peak counts: the last one traced."""
-        from torch.profiler import record_function
+        def sample() -> None:
+            nonlocal peak
+            while not over.wait(0.001):
+                peak = max(peak, self.now())
 
-        with record_function(_STEADY):
-            yield
-
-    def result(self) -> TensorMemory | None:
-        """Running sum of all allocations: its last level inside the marked step, and its maximum there."""
-        profiler: Any = self._profile.profiler
-        if profiler is None or profiler.kineto_results is None:
-            return None
-        events = list(profiler.kineto_results.events())
-        marks = [event for event in events if event.name() == _STEADY]
-        if not marks:
-            return None
-        start, end = marks[-1].start_ns(), marks[-1].start_ns() + marks[-1].duration_ns()
-        changes = sorted(
-            ((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"),
-            key=lambda change: change[0],
-        )
-        level = peak = persistent = 0
-        for when, nbytes in changes:
-            if when > end:
-                break
-            if when >= start:
-                peak = max(peak, level)
-            level += nbytes
-            persistent = level
-        return TensorMemory(persistent=persistent, peak=max(peak, level))
+        sampler = threading.Thread(target=sample, daemon=True)
+        sampler.start()
+        try:
+            work()
+        finally:
+            over.set()
+            sampler.join()
+        return None if self._mallinfo is None else HeapMemory(held=self.now(), peak=max(peak, self.now()))
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.measure import TensorMemory, busy_cpu_seconds
-from benchmarks.worker import Assignment, Failed, Ready, Traced, Turn, TurnReport, serve
+from benchmarks.measure import busy_cpu_seconds
+from benchmarks.worker import Assignment, Failed, Ready, Turn, TurnReport, serve
 from benchmarks.workload import Job
 
-Answer = TypeVar("Answer", Ready, Traced, TurnReport)
+Answer = TypeVar("Answer", Ready, TurnReport)
 
 # Read when a process starts, so the parent sets them for its children; the parent itself ignores them.
 WORKER_ENVIRONMENT = {
@@ -73,29 +73,18 @@ class Pair:
         Raises:
             SystemFailed: an import, the setup or the warm-up failed, or took longer than the timeout.
         """
-        self._launch(trace=False)
+        self._launch()
         answers = self._collect(Ready)
         self.losses += _mean_losses([answer.losses for answer in answers])
         return answers
 
-    def trace_memory(self) -> list[TensorMemory]:
-        """Tensor memory of each rank, from processes of its own that end with it.
-
-        Raises:
-            SystemFailed: as `start`.
-        """
-        self._launch(trace=True)
-        answers = self._collect(Traced)
-        self.stop()
-        return [answer.memory for answer in answers if answer.memory is not None]
-
-    def _launch(self, *, trace: bool) -> None:
+    def _launch(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = str(self.directory / f"{self.system}.{'trace' if trace else 'turns'}.store")
+        store = str(self.directory / f"{self.system}.store")
         for rank in range(self.job.world_size):
             ours, theirs = context.Pipe()
             log = str(self._log(rank))
-            assignment = Assignment(self.system, self.job, rank, store, log, self.warmup, trace)
+            assignment = Assignment(self.system, self.job, rank, store, log, self.warmup)
             process = context.Process(target=serve, args=(theirs, assignment), daemon=True)
             process.start()
             theirs.close()

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Spread, TensorMemory
+from benchmarks.measure import Spread
 from benchmarks.pairs import TurnResult
 from benchmarks.systems import BASE, SYSTEMS
 from benchmarks.worker import Ready
@@ -33,7 +33,6 @@ class Result:
     system: str
     group: int
     skipped: str | None = None
-    memory: list[TensorMemory] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
     turns: list[TurnResult] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -54,8 +53,8 @@ class Summary:
     faults_per_step: float | None = None
     bytes_sent_per_step: float | None = None
     ledger_bytes_per_step: float | None = None
-    persistent_tensor_bytes: int | None = None
-    peak_tensor_bytes: int | None = None
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
     peak_resident_bytes: int | None = None
     start_peak_resident_bytes: int | None = None
     steps: int = 0
@@ -75,6 +74,7 @@ def summarize(result: Result, base: Result | None) -> Summary:
     cpu_ratios = [turn.cpu_seconds_per_step / other.cpu_seconds_per_step for turn, other in paired]
     traffic = [turn.bytes_sent_per_step for turn in turns if turn.bytes_sent_per_step is not None]
     ledger = [turn.ledger_bytes_per_step for turn in turns if turn.ledger_bytes_per_step is not None]
+    memory = [ready.memory for ready in result.ready if ready.memory is not None]
     difference = None
     if base is not None and system.averages_gradients:
         difference = max(abs(a - b) for a, b in zip(result.losses, base.losses, strict=False))
@@ -90,8 +90,8 @@ def summarize(result: Result, base: Result | None) -> Summary:
         faults_per_step=Spread.of([turn.faults_per_step for turn in turns]).median,
         bytes_sent_per_step=Spread.of(traffic).median if traffic else None,
         ledger_bytes_per_step=Spread.of(ledger).median if ledger else None,
-        persistent_tensor_bytes=max((m.persistent for m in result.memory), default=None),
-        peak_tensor_bytes=max((m.peak for m in result.memory), default=None),
+        held_bytes=max((m.held for m in memory), default=None),
+        peak_bytes=max((m.peak for m in memory), default=None),
         peak_resident_bytes=max(turn.peak_resident for turn in turns),
         start_peak_resident_bytes=max(ready.start_peak_resident for ready in result.ready),
         steps=len(result.losses),
@@ -138,7 +138,7 @@ def _median(pick: Callable[[Summary], Spread | None]) -> Cell:
 
 
 def _quartiles(row: Summary, job: Job) -> str:
-    return "-" if row.time_ratio is None else f"{row.time_ratio.q1:.3f} .. {row.time_ratio.q3:.3f}"
+    return "-" if row.time_ratio is None else f"{row.time_ratio.q1:.3f} – {row.time_ratio.q3:.3f}"
 
 
 SPEED: dict[str, Cell] = {
@@ -147,14 +147,14 @@ SPEED: dict[str, Cell] = {
     "quartiles": _quartiles,
     "CPU time / DDP": _median(lambda row: row.cpu_ratio),
     "s / step": _scaled(lambda row: row.seconds_per_step, 1, ".3f"),
-    "page faults / step": _scaled(lambda row: row.faults_per_step, 1, ",.0f"),
+    "faults / step": _scaled(lambda row: row.faults_per_step, 1, ",.0f"),
     "group": lambda row, job: str(row.group + 1),
 }
 COST: dict[str, Cell] = {
     "sent, Ψ": _in_psi(lambda row: row.bytes_sent_per_step),
     "ledger, Ψ": _in_psi(lambda row: row.ledger_bytes_per_step),
-    "tensors MB": _scaled(lambda row: row.persistent_tensor_bytes, MEGABYTE, ".0f"),
-    "peak MB": _scaled(lambda row: row.peak_tensor_bytes, MEGABYTE, ".0f"),
+    "held MB": _scaled(lambda row: row.held_bytes, MEGABYTE, ".0f"),
+    "peak MB": _scaled(lambda row: row.peak_bytes, MEGABYTE, ".0f"),
     "RSS MB": _scaled(lambda row: row.peak_resident_bytes, MEGABYTE, ".0f"),
     "RSS at start": _scaled(lambda row: row.start_peak_resident_bytes, MEGABYTE, ".0f"),
     "loss": _scaled(lambda row: row.last_loss, 1, ".4f"),
@@ -168,7 +168,7 @@ def print_tables(console: Console, rows: Sequence[Summary], job: Job) -> None:
         table = Table(title=title, title_justify="left", header_style="bold")
         table.add_column("system", no_wrap=True)
         for header in columns:
-            table.add_column(header, justify="right", min_width=4)
+            table.add_column(header, justify="right", no_wrap=header == "quartiles")
         for row in rows:
             if row.skipped is None:
                 style = "bold" if row.label.startswith("lightning_dist") else None

@@ -46,7 +46,7 @@ class System(ABC):
     label: str
     stage: str
     resident: float
-    needs: tuple[str, ...] = ("transformers",)
+    needs: tuple[str, ...] = ("transformers.models.llama.modeling_llama",)
     averages_gradients = True
 
     def require(self) -> None:
@@ -210,7 +210,7 @@ class DeepSpeed(System):
     it release them, as ZeRO-3 means.
     """
 
-    needs = ("transformers", "deepspeed")
+    needs = (*System.needs, "deepspeed")
 
     def __init__(self, stage: int, *, release: bool = False) -> None:
         self._stage = stage
@@ -271,7 +271,7 @@ class DeepSpeed(System):
 class Ours(System):
     """lightning_dist's ZeroEngine in a plain loop."""
 
-    needs = ("transformers", "lightning_dist.zero")
+    needs = (*System.needs, "lightning_dist.zero")
 
     def __init__(self, stage: int) -> None:
         self._stage = stage

@@ -1,8 +1,5 @@
 """One rank of one system, alive for the whole run and idle except when told to take steps.
 
-A rank started to trace allocations reports its tensor memory and leaves. It is another process than the one that is
-timed, because the profiler's own blocks between the tensors change how the allocator works from then on.
-
 parent                         rank (one of two per system)
   |  -- start ------------->   import, join the group (file store), build, warm up
   |  <------ Ready | Failed
@@ -24,8 +21,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from benchmarks.measure import (
-    AllocationTrace,
-    TensorMemory,
+    HeapMemory,
+    HeapMeter,
     Usage,
     peak_resident_bytes,
     reset_peak_resident,
@@ -47,22 +44,15 @@ class Assignment:
     store: str
     log: str
     warmup: int
-    trace: bool
 
 
 @dataclass(frozen=True)
 class Ready:
     """Sent once after warm-up."""
 
+    memory: HeapMemory | None
     start_peak_resident: int
     losses: list[float]
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The only message of a rank that was started to trace allocations."""
-
-    memory: TensorMemory | None
 
 
 @dataclass(frozen=True)
@@ -103,12 +93,7 @@ def serve(connection: Connection, assignment: Assignment) -> None:
             traceback.print_exc()
             connection.send(Failed(_one_line(error), missing=True))
             return
-        rank = _Rank(assignment)
-        if assignment.trace:
-            connection.send(Traced(rank.trace_memory()))
-        else:
-            rank.take_turns(connection)
-        rank.leave()
+        _Rank(assignment).take_turns(connection)
     except EOFError:  # the parent is gone
         return
     except Exception as error:
@@ -129,37 +114,27 @@ class _Rank:
         store = dist.FileStore(assignment.store, self._job.world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=assignment.rank, world_size=self._job.world_size)
         self._barrier: Callable[[], None] = dist.barrier
-        self.leave: Callable[[], None] = dist.destroy_process_group
+        self._leave: Callable[[], None] = dist.destroy_process_group
         self._stream = TokenStream(self._job, assignment.rank)
         self._steps_taken = 0
-
-    def _prepare(self) -> Training:
-        return SYSTEMS[self._assignment.system].prepare(build_model(self._job), self._job)
 
     def _batches(self, steps: int) -> list[Tensor]:
         start, self._steps_taken = self._steps_taken, self._steps_taken + steps
         return [self._stream.batch(step) for step in range(start, self._steps_taken)]
 
-    def trace_memory(self) -> TensorMemory | None:
-        """Follow every allocation from the model's first weight to the end of the last step."""
-        with AllocationTrace() as trace:
-            training = self._prepare()
-            *early, last = self._batches(self._assignment.warmup)
-            for batch in early:
-                training.step(batch)
-            with trace.steady_step():
-                training.step(last)
-        return trace.result()
-
     def take_turns(self, connection: Connection) -> None:
         """Warm up, then take turns until told to leave."""
-        training = self._prepare()
-        losses = [training.step(batch) for batch in self._batches(self._assignment.warmup)]
+        first, *steady = self._batches(self._assignment.warmup)
+        meter = HeapMeter()
+        training = SYSTEMS[self._assignment.system].prepare(build_model(self._job), self._job)
+        losses = [training.step(first)]  # allocates what stays: optimizer state, buffers
+        memory = meter.watch(lambda: losses.extend(training.step(batch) for batch in steady))
         start_peak = peak_resident_bytes()
         reset_peak_resident()
-        connection.send(Ready(start_peak, [loss.item() for loss in losses]))
+        connection.send(Ready(memory, start_peak, [loss.item() for loss in losses]))
         while (turn := connection.recv()) is not None:
             connection.send(self._turn(training, turn.steps))
+        self._leave()
 
     def _turn(self, training: Training, steps: int) -> TurnReport:
         batches = self._batches(steps)

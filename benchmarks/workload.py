@@ -89,7 +89,7 @@ class Job:
 def build_model(job: Job) -> LlamaForCausalLM:
     """The same initial weights in every process."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     heads = job.size.hidden // job.size.head_dim
     config = LlamaConfig(

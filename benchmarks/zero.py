@@ -39,7 +39,7 @@ from benchmarks.report import Result  # noqa: E402
 from benchmarks.systems import BASE, SYSTEMS  # noqa: E402
 from benchmarks.workload import MODEL_SIZES, Job  # noqa: E402
 
-QUICK_SYSTEMS = ("ddp", "zero1", "zero2", "zero3")
+QUICK_SYSTEMS = ("ddp", "zero1", "zero2", "zero3", "fsdp2-zero3")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,7 +74,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         default="default",
         help="keep: glibc keeps freed memory, in the processes of all systems alike (default)",
     )
-    option("--no-trace", action="store_true", help="leave out the tensor memory, which takes a second start")
     option("--group-size", type=int, default=None, help="systems alive at once (what memory allows)")
     option("--timeout", type=float, default=300.0, help="seconds that a start or a turn may take (300)")
     option("--out", type=Path, default=None, help="path without suffix for the .json and .md")
@@ -160,8 +159,6 @@ class Run:
     def _start(self, result: Result, pairs: dict[str, Pair], directory: Path) -> None:
         pair = Pair(result.system, self._job, directory, self._options.warmup, self._options.timeout)
         try:
-            if not self._options.no_trace:
-                result.memory = pair.trace_memory()
             result.ready = pair.start()
             result.losses = pair.losses
             pairs[result.system] = pair
@@ -226,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)  # a log: nothing folded
+        console = Console(width=130)  # a log: nothing folded
     groups = plan_groups(options.names, job, options.group_size)
     console.print(
         f"{job.size.num_parameters / 1e6:.1f}M parameters, {job.precision}, {job.world_size} ranks; "

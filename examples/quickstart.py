@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -69,6 +70,7 @@ class Finetuning(L.LightningModule):
         super().__init__()
         self.model = model.train()
         self.learning_rate = learning_rate
+        self.held_out_loss = MeanMetric()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -76,9 +78,9 @@ class Finetuning(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        # Weighted by its tokens, a batch counts the same on whatever process it is: the mean is that of one device.
-        tokens = data.num_answer_tokens(batch)
-        self.log("held_out_loss", self.model(**batch).loss, batch_size=tokens, sync_dist=True, prog_bar=True)
+        # Weighted by their tokens, batches give the mean over all tokens, however they are spread over processes.
+        self.held_out_loss.update(self.model(**batch).loss, weight=data.num_answer_tokens(batch))
+        self.log("held_out_loss", self.held_out_loss)
 
     def configure_optimizers(self) -> dict[str, object]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)

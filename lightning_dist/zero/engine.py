@@ -221,11 +221,14 @@ class ZeroEngine:
             run: how to run backward; ``loss.backward()`` by default.
         """
         self.reducer.begin(reducing=sync or self.shards_each_micro_batch)
+        self.gatherer.in_backward = True
         try:
             run() if run is not None else torch.autograd.backward(loss)
         except BaseException:
             self.reducer.abort()
             raise
+        finally:
+            self.gatherer.in_backward = False
         self._hooks.backward_over()
         self.reducer.end()
         self.buffers.stale = sync

@@ -1,8 +1,8 @@
 """What an optimizer holds in place of a parameter: the elements that this rank updates.
 
 People look parameters up by what they find in an optimizer's groups (``name_of[p] for p in group["params"]``, as
-Lightning's `BaseFinetuning` does). A fragment therefore hashes like its parameter and equals it, so such
-tables keep working and a parameter that is added twice is noticed. Other comparisons are elementwise, as for any tensor.
+Lightning's `BaseFinetuning` does). A fragment therefore hashes like its parameter and equals it: such tables keep
+working, and a parameter that is added twice is noticed. Other comparisons are elementwise, as for any tensor.
 """
 
 import torch

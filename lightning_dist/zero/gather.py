@@ -60,25 +60,29 @@ class Unit:
                 group.release()
 
 
+Need = tuple[int, bool]
+"""A unit's index, and whether backward needed it."""
+
+
 @dataclass
 class Trace:
     """The order in which units were needed in the last step of a kind; predicts the present one."""
 
-    expected: list[int] = field(default_factory=list)
-    seen: list[int] = field(default_factory=list)
+    expected: list[Need] = field(default_factory=list)
+    seen: list[Need] = field(default_factory=list)
     position: int = 0
 
-    def note(self, index: int) -> None:
+    def note(self, need: Need) -> None:
         """A unit is needed; move on to where the last step needed it."""
-        self.seen.append(index)
+        self.seen.append(need)
         for place in range(self.position, len(self.expected)):
-            if self.expected[place] == index:
+            if self.expected[place] == need:
                 self.position = place + 1
                 return
 
     @property
-    def upcoming(self) -> list[int]:
-        """The units that are expected next."""
+    def upcoming(self) -> list[Need]:
+        """What is expected next."""
         return self.expected[self.position :]
 
     def restart(self) -> None:
@@ -95,6 +99,7 @@ class Gatherer:
         self.units, self.rollcall, self.prefetch_bytes = units, rollcall, prefetch_bytes
         self.traces: dict[str, Trace] = {}
         self.trace = Trace()
+        self.in_backward = False
         rollcall.help_gather = self.help
 
     def begin(self, kind: str) -> None:
@@ -106,7 +111,7 @@ class Gatherer:
         """Return when the unit's values are present; then start on what will be needed next."""
         if unit.shown:
             return
-        self.trace.note(unit.index)
+        self.trace.note((unit.index, self.in_backward))
         if unit.residency is Residency.RELEASED:
             self._gather_agreed(unit)
         unit.finish_gather()
@@ -118,8 +123,12 @@ class Gatherer:
             self.need(unit)
 
     def needs_next(self, unit: Unit) -> bool:
-        """Whether the last step needed this very unit again at once (a layer that is used many times)."""
-        return self.trace.upcoming[:1] == [unit.index]
+        """Whether the last step used this very unit again at once, in the same pass (a layer that is used many times).
+
+        The last layer's forward is followed by its own backward; it is released between them nevertheless, so that
+        nothing is kept while the loss is computed, where activations peak.
+        """
+        return self.trace.upcoming[:1] == [(unit.index, self.in_backward)]
 
     def help(self, wanted: list[int]) -> None:
         """Take part in gathers that other ranks asked for."""
@@ -141,7 +150,7 @@ class Gatherer:
 
     def _prefetch(self) -> None:
         ahead = 0
-        for index in self.trace.upcoming:
+        for index, _ in self.trace.upcoming:
             unit = self.units[index]
             ahead += unit.num_bytes
             if ahead > self.prefetch_bytes:
