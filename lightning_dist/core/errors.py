@@ -4,6 +4,13 @@ One base class lets a caller catch whatever the library refuses; the subclasses 
 error that a reader would expect (a wrong argument is a `ValueError`), so ordinary handlers work too.
 """
 
+import sys
+
+MIXED_IMPORTS = (
+    "lightning_dist works with `import lightning as L` (lightning.pytorch); `pytorch_lightning` is another package "
+    "with classes of its own. Use L.Trainer and L.LightningModule everywhere in place of pytorch_lightning's"
+)
+
 
 class LightningDistError(Exception):
     """Base of all errors that the library raises on purpose."""
@@ -39,3 +46,8 @@ class NonFiniteLossError(LightningDistError, RuntimeError):
 
 class PeerLostError(LightningDistError, RuntimeError):
     """Another rank failed or died; this rank stops because of it."""
+
+
+def mixed_imports_hint() -> str:
+    """What to say beside one of our objects where both packages of Lightning are in use, else nothing."""
+    return f" [{MIXED_IMPORTS}]" if "pytorch_lightning" in sys.modules else ""

@@ -5,14 +5,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.errors import MIXED_IMPORTS, ConfigurationError
 from lightning_dist.core.layout import STRATEGY_NAMES, explain_unknown_name
 from lightning_dist.strategies.zero import ZeROStrategy
-
-MIXED_IMPORTS = (
-    "lightning_dist works with `import lightning as L` (lightning.pytorch); `pytorch_lightning` is another package "
-    "with classes of its own. Use L.Trainer and L.LightningModule everywhere in place of pytorch_lightning's"
-)
 
 
 class _KnownNames(list[str]):

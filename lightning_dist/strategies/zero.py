@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint import full_optimizer_state, full_state_dict, local_optimizer_state
 from lightning_dist.comm import Place
-from lightning_dist.core.errors import ConfigurationError, NonFiniteLossError
+from lightning_dist.core.errors import ConfigurationError, NonFiniteLossError, mixed_imports_hint
 from lightning_dist.core.stages import stage_row
 from lightning_dist.engine import clip_by_norm, grad_norm, grad_norms, materialize, memory_line, place_buffers
 from lightning_dist.strategies import precision
@@ -92,6 +92,11 @@ class ZeROStrategy(DistributedStrategy):
         self._engine: ZeroEngine | None = None
         self._sync = True
         self._skip_step = False
+        self._said = ""
+
+    def __repr__(self) -> str:
+        """Lightning prints this when it does not know the object, as the other package's Trainer does not."""
+        return f"{type(self).__name__}(stage={self.stage}){mixed_imports_hint()}"
 
     # Setup ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +119,10 @@ class ZeROStrategy(DistributedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         precision.look_beyond_this_rank(self.precision_plugin, self._engine)
-        rank_zero_info(memory_line(self._engine))
+        line = memory_line(self._engine)
+        if line != self._said:
+            rank_zero_info(line)
+            self._said = line
 
     def _shard(self, module: "pl.LightningModule") -> ZeroEngine:
         previous = ZeroEngine.of(module)

@@ -1,0 +1,209 @@
+"""Bad input: a clear error at construction or setup, on every rank, that names cause and remedy."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_dist import ZeROStrategy
+from lightning_dist.comm import Mesh
+from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
+from lightning_dist.core.layout import Layout
+from lightning_dist.zero import ZeroEngine
+from tests.harness import ranks, run_script, world_size
+from tests.lit import Regressor, loader, trainer_on_ranks
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ["zero4", "zero", "zero3_tp2", "3d", "tp", "pp3", "ZERO9"])
+def test_unknown_names_explain_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"zero0.*zero3"):
+        L.Trainer(strategy=name, accelerator="cpu", devices=2)
+
+
+def test_known_names_and_foreign_names_still_work() -> None:
+    for stage in range(4):
+        for name in (f"zero{stage}", f"ZERO{stage}"):
+            strategy = L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
+            assert isinstance(strategy, ZeROStrategy)
+            assert strategy.stage == stage
+    L.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        L.Trainer(strategy="no_such_thing", accelerator="cpu", devices=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"stage": 4}, "stage 4 does not exist"),
+        ({"stage": -1}, "stage -1"),
+        ({"stage": "3"}, "stage '3'"),
+        ({"stage": True}, "stage True"),
+        ({"accumulate": "never"}, "accumulate='never'"),
+        ({"on_uneven": "pad"}, "on_uneven='pad'"),
+        ({"on_nonfinite": "hide"}, "on_nonfinite='hide'"),
+        ({"checkpoint_format": "sharded"}, "checkpoint_format='sharded'"),
+        ({"start_method": "thread"}, "start_method='thread'"),
+    ],
+)
+def test_arguments_that_do_not_exist(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ZeROStrategy(**arguments)
+
+
+class Sparse(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, sparse=True)
+
+
+class Integer(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+
+
+class Lazy(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(4)
+
+
+class Complex(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+
+
+MODELS = [
+    (Sparse, "table.*sparse=False"),
+    (Integer, "codes.*uint8"),
+    (Lazy, "lazy.*batch"),
+    (Complex, "phase.*complex"),
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize(("kind", "words"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("stage", (0, 3))
+def test_models_that_cannot_be_sharded(kind: type[Regressor], words: str, stage: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        trainer_on_ranks(stage, max_steps=1).fit(kind(), loader())
+
+
+@ranks(2)
+def test_a_parameter_on_the_wrong_device() -> None:
+    module = Regressor()
+    module.last.weight = nn.Parameter(torch.empty_like(module.last.weight, device="meta"))
+    with pytest.raises(UnsupportedModelError, match=r"last\.weight.*meta"):
+        ZeroEngine(module, Mesh.from_world(Layout(dp=world_size())), stage=3)
+
+
+@ranks(2)
+def test_a_layout_that_does_not_fill_the_world() -> None:
+    with pytest.raises(ConfigurationError, match="needs 6 ranks but the world has 2"):
+        Mesh.from_world(Layout(dp=3, tp=2))
+
+
+@ranks(2)
+def test_an_optimizer_of_foreign_parameters() -> None:
+    module = Regressor(lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.zeros(3, 5))], lr=0.1))
+    with pytest.raises(ConfigurationError, match=r"not in the module.*\(3, 5\)"):
+        trainer_on_ranks(2, max_steps=1).fit(module, loader())
+
+
+@ranks(2)
+def test_gathering_what_is_not_sharded() -> None:
+    trainer = trainer_on_ranks(3, max_steps=1)
+    trainer.fit(Regressor(), loader())
+    strategy = trainer.strategy
+    assert isinstance(strategy, ZeROStrategy)
+    with pytest.raises(ConfigurationError, match="do not belong"), strategy.gathered(nn.Linear(2, 2)):
+        pass
+
+
+@ranks(2)
+def test_a_checkpoint_of_other_parameter_groups(tmp_path: Path) -> None:
+    one = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
+    two = lambda m: torch.optim.SGD([{"params": p.parameters()} for p in (m.first, m.blocks)], lr=0.1)  # noqa: E731
+    trainer = trainer_on_ranks(2, max_epochs=1, limit_train_batches=1)
+    trainer.fit(Regressor(one), loader())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ConfigurationError, match="parameter groups"):
+        trainer_on_ranks(2, max_epochs=2).fit(Regressor(two), loader(), ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_properties_before_a_run_say_what_to_do() -> None:
+    strategy = ZeROStrategy(3)
+    for name in ("engine", "mesh"):
+        with pytest.raises(ConfigurationError, match=r"trainer\.fit"):
+            getattr(strategy, name)
+
+
+MIXED_NAMES = """
+import pytorch_lightning as pl
+import lightning_dist
+pl.Trainer(strategy="zero3", accelerator="cpu", devices=2)
+"""
+
+
+def test_mixing_the_two_lightnings_is_explained() -> None:
+    result = run_script(MIXED_NAMES, expect=1, timeout=60)
+    assert "import lightning as L" in result.output
+
+
+MIXED_OBJECTS = """
+import pytorch_lightning as pl
+import lightning_dist
+pl.Trainer(strategy=lightning_dist.ZeROStrategy(3), accelerator="cpu", devices=2)
+"""
+
+
+def test_a_strategy_given_to_the_other_trainer_is_explained() -> None:
+    result = run_script(MIXED_OBJECTS, expect=1, timeout=60)
+    assert "import lightning as L" in result.output
+
+
+BROKEN_DEEPSPEED = """
+import sys
+import lightning as L
+import torch
+import lightning_dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+assert "deepspeed" not in sys.modules
+trainer = L.Trainer(accelerator="cpu", devices=1, strategy="zero3", max_steps=1, logger=False)
+trainer.fit(BoringModel())
+print("trained")
+"""
+
+
+def test_a_broken_deepspeed_disturbs_nothing(tmp_path: Path) -> None:
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('built for another torch')")
+    result = run_script(BROKEN_DEEPSPEED, directory=tmp_path, timeout=100)
+    assert "trained" in result.output
+
+
+def test_import_needs_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "deepspeed":
+            raise ImportError("not installed")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for name in [n for n in sys.modules if n.startswith("lightning_dist")]:
+        monkeypatch.delitem(sys.modules, name)
+    import lightning_dist
+
+    assert lightning_dist.__version__
