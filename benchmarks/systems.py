@@ -284,9 +284,11 @@ class Ours(System):
         import torch
 
         from lightning_dist.comm import Mesh
+        from lightning_dist.core.allocator import keep_freed_memory
         from lightning_dist.core.layout import Layout
         from lightning_dist.zero import ZeroEngine
 
+        keep_freed_memory()  # as our strategies do on the CPU
         mesh = Mesh.from_world(Layout(dp=job.world_size))
         compute_dtype = torch.bfloat16 if job.precision == "bf16-mixed" else None
         engine = ZeroEngine(model, mesh, stage=self._stage, compute_dtype=compute_dtype)

@@ -31,6 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.comm import Mesh, Place, RollCall
+from lightning_dist.core.allocator import keep_freed_memory
 from lightning_dist.core.errors import ConfigurationError, PeerLostError
 from lightning_dist.core.layout import Layout
 from lightning_dist.strategies.launcher import ShardedMultiProcessingLauncher
@@ -49,6 +50,7 @@ class DistributedStrategy(ParallelStrategy):
             those of multiprocessing.
         process_group_backend: "gloo" or "nccl"; by default what suits the device.
         timeout: how long a collective may wait for a peer.
+        keep_freed_memory: on the CPU, let the allocator keep what a step frees; see `core.allocator`.
         **kwargs: what every Lightning `ParallelStrategy` takes (accelerator, plugins, cluster environment).
     """
 
@@ -63,6 +65,7 @@ class DistributedStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        keep_freed_memory: bool = True,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if start_method not in START_METHODS:
@@ -72,6 +75,7 @@ class DistributedStrategy(ParallelStrategy):
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._keep_freed_memory = keep_freed_memory
         self._num_nodes = 1
         self._mesh: Mesh | None = None
 
@@ -144,6 +148,8 @@ class DistributedStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self._keep_freed_memory and self.root_device.type == "cpu":
+            keep_freed_memory()
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None

@@ -180,6 +180,8 @@ class ZeroEngine:
         """Enter a step; ends the last one if that was left open."""
         self.end_step()
         self.in_step = kind
+        for group in self.groups:
+            group.forget_zeroed()
         self.buffers.sync()
         self.gatherer.begin(kind)
         for unit in self.units:
@@ -231,6 +233,7 @@ class ZeroEngine:
             self.gatherer.in_backward = False
         self._hooks.backward_over()
         self.reducer.end()
+        self.pool.clear()
         self.buffers.stale = sync
         self._release_all()
 

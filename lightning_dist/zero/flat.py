@@ -301,6 +301,8 @@ class FlatGroup:
             if slot.held and (slot.fragment.grad is None or slot.parameter.grad is None):
                 slot.held = slot.arrived = slot.summed = False
                 slot.fragment.grad = slot.parameter.grad = None
+        if self.sharded_state and not any(slot.held for slot in self.slots):
+            self.reduced = None
 
     def local_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps for the group: parameters and gradients as they rest."""

@@ -2,7 +2,8 @@
 
 Gradients on their way and staging space for the network are needed for milliseconds, again and again. Handing
 large blocks back to the system each time costs a page fault per 4 KiB when they are touched next (100,000 a
-step were measured), so freed buffers are kept and lent again.
+step were measured), so freed buffers are lent again for as long as backward lasts. Then they go, since the next
+forward needs the memory for its activations.
 """
 
 import torch
