@@ -1,14 +1,16 @@
 """Getting a module ready to be sharded: buffers on the device, and meta parameters given their initial values.
 
 A module built on the meta device has shapes and no values. It gets those that one process would have drawn with the
-same random state: modules are visited in the order in which they were registered, which is the order in which their
-constructors drew, and each fills its own tensors by `reset_parameters` (PyTorch's convention). A Hugging Face
-model draws through its own `init_weights` once all of it exists. What cannot be re-made, a buffer or a parameter of a
-module without such a method, is refused by name: an uninitialized value would train silently.
+same random state: modules are filled children first, in the order in which they were registered, which is the order in
+which their constructors drew, by `reset_parameters` (PyTorch's convention). A Hugging Face model draws once more
+through its own `init_weights` when all of it exists, as its constructor does. What cannot be re-made, a buffer or a
+parameter of a module without such a method, is refused by name: an uninitialized value would train silently.
 """
 
+from functools import partial
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.core.errors import UnsupportedModelError
 
@@ -23,42 +25,69 @@ def place_buffers(module: nn.Module, device: torch.device) -> None:
                 setattr(sub, name, buffer.to(device))
 
 
+def _draw_conv1d(module: nn.Module) -> None:
+    """The constructor of transformers' Conv1D (GPT-2's linear) draws in place of having `reset_parameters`."""
+    nn.init.normal_(_of(module, "weight"), std=0.02)
+    nn.init.zeros_(_of(module, "bias"))
+
+
 def materialize(module: nn.Module) -> None:
-    """Give every meta tensor of `module` a place on the CPU and its initial values, in place.
+    """Give every meta tensor of `module` a place on the CPU and its initial values, in place. Tied tensors stay tied.
 
     Raises:
         UnsupportedModelError: a tensor that no one knows how to initialize, by name.
     """
-    if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-        return
-    pretrained = _hugging_face_models(module)
-    theirs = {sub for model in pretrained for sub in model.modules()}
-    for name, sub in module.named_modules():
-        own = [t for t in (*sub.parameters(recurse=False), *sub.buffers(recurse=False)) if t is not None and t.is_meta]
-        if not own:
-            continue
-        reset = getattr(sub, "reset_parameters", None) or getattr(sub, "_reset_parameters", None)
-        if reset is None and sub not in theirs:
-            raise UnsupportedModelError(
-                f"{name or 'the module'} ({type(sub).__name__}) has {len(own)} tensors on the meta device and no "
-                "reset_parameters() method that would fill them: give it one, or build this module on the CPU"
-            )
-        sub.to_empty(device="cpu", recurse=False)
-        if reset is not None:
-            reset()
-    for model in pretrained:
-        _fill_hugging_face(model)
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        _fill(module, "", {}, hugging_face=False)
 
 
-def _hugging_face_models(module: nn.Module) -> list[nn.Module]:
-    """Outermost modules that initialize themselves by transformers' `init_weights`."""
-    if callable(getattr(module, "init_weights", None)) and callable(getattr(module, "_init_weights", None)):
-        return [module]
-    return [model for child in module.children() for model in _hugging_face_models(child)]
+def _fill(module: nn.Module, name: str, made: dict[Tensor, Tensor], *, hugging_face: bool) -> None:
+    """Fill a module's children, then itself. `made` maps meta tensors to what has taken their place."""
+    is_model = callable(getattr(module, "init_weights", None)) and callable(getattr(module, "_init_weights", None))
+    for child_name, child in module.named_children():
+        _fill(child, f"{name}.{child_name}".lstrip("."), made, hugging_face=hugging_face or is_model)
+    own = {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and t.is_meta}
+    if own:
+        _fill_own(module, name, own, made, hugging_face=hugging_face or is_model)
+    if is_model:
+        getattr(module, "init_weights")()  # noqa: B009 (not every module has it)
 
 
-def _fill_hugging_face(model: nn.Module) -> None:
-    for sub in model.modules():
-        sub.__dict__.pop("_is_hf_initialized", None)
-    for method in ("init_weights", "tie_weights"):
-        getattr(model, method)()
+def _fill_own(
+    module: nn.Module, name: str, own: dict[str, Tensor], made: dict[Tensor, Tensor], *, hugging_face: bool
+) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None and type(module).__name__ == "Conv1D":
+        reset = partial(_draw_conv1d, module)
+    if reset is None and not hugging_face:
+        raise UnsupportedModelError(
+            f"{name or 'the module'} ({type(module).__name__}) has {len(own)} tensors on the meta device and no "
+            "reset_parameters() method that would fill them: give it one, or build this module on the CPU"
+        )
+    for key, tensor in own.items():
+        _put(module, key, _empty_like(tensor))
+    if reset is not None:
+        reset()
+    for key, tensor in own.items():
+        if tensor in made and not hugging_face:  # tied: the first one's values count, as when one process ties them
+            _put(module, key, made[tensor])
+        made.setdefault(tensor, _of(module, key))
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _of(module: nn.Module, key: str) -> Tensor:
+    parameter, buffer = module._parameters.get(key), module._buffers.get(key)
+    tensor = buffer if parameter is None else parameter
+    assert tensor is not None
+    return tensor
+
+
+def _put(module: nn.Module, key: str, tensor: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[key] = tensor
+    else:
+        module._buffers[key] = tensor

@@ -128,7 +128,14 @@ class ZeroEngine:
             for item in plan.parameters:
                 alike.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
             groups = [
-                FlatGroup(items, row=self.row, axis=self.mesh.dp, compute_dtype=compute_dtype, pool=self.pool)
+                FlatGroup(
+                    items,
+                    row=self.row,
+                    axis=self.mesh.dp,
+                    compute_dtype=compute_dtype,
+                    device=self.mesh.device,
+                    pool=self.pool,
+                )
                 for items in alike.values()
             ]
             units.append(Unit(index, plan.name, groups, plan.callers))

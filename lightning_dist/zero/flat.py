@@ -73,13 +73,14 @@ class FlatGroup:
         row: StageRow,
         axis: Axis,
         compute_dtype: torch.dtype | None,
+        device: torch.device,
         pool: BufferPool,
     ) -> None:
         self.row, self.axis, self.pool = row, axis, pool
         first = parameters[0].parameter
         self.master_dtype = first.dtype
         self.compute_dtype = compute_dtype if compute_dtype is not None else first.dtype
-        self.device = first.device
+        self.device = device  # parameters may still be on the CPU: they move group by group
         self.slots = self._place(parameters)
         self.numel = self.slots[-1].stop
         self.chunk = shard_size(self.numel, axis.size)
