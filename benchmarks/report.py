@@ -57,6 +57,7 @@ class Summary:
     peak_bytes: int | None = None
     peak_resident_bytes: int | None = None
     start_peak_resident_bytes: int | None = None
+    foreign_load: float | None = None
     steps: int = 0
     last_loss: float | None = None
     largest_loss_difference: float | None = None
@@ -74,6 +75,7 @@ def summarize(result: Result, base: Result | None) -> Summary:
     cpu_ratios = [turn.cpu_seconds_per_step / other.cpu_seconds_per_step for turn, other in paired]
     traffic = [turn.bytes_sent_per_step for turn in turns if turn.bytes_sent_per_step is not None]
     ledger = [turn.ledger_bytes_per_step for turn in turns if turn.ledger_bytes_per_step is not None]
+    foreign = [turn.foreign_load for turn in turns if turn.foreign_load is not None]
     memory = [ready.memory for ready in result.ready if ready.memory is not None]
     difference = None
     if base is not None and system.averages_gradients:
@@ -94,6 +96,7 @@ def summarize(result: Result, base: Result | None) -> Summary:
         peak_bytes=max((m.peak for m in memory), default=None),
         peak_resident_bytes=max(turn.peak_resident for turn in turns),
         start_peak_resident_bytes=max(ready.start_peak_resident for ready in result.ready),
+        foreign_load=Spread.of(foreign).q3 if foreign else None,
         steps=len(result.losses),
         last_loss=result.losses[-1],
         largest_loss_difference=difference,
@@ -148,6 +151,7 @@ SPEED: dict[str, Cell] = {
     "CPU time / DDP": _median(lambda row: row.cpu_ratio),
     "s / step": _scaled(lambda row: row.seconds_per_step, 1, ".3f"),
     "faults / step": _scaled(lambda row: row.faults_per_step, 1, ",.0f"),
+    "others": _scaled(lambda row: row.foreign_load, 1, ".0%"),
     "group": lambda row, job: str(row.group + 1),
 }
 COST: dict[str, Cell] = {

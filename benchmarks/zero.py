@@ -203,8 +203,8 @@ def load_sentence(results: Sequence[Result]) -> str:
     if not foreign:
         return "Load by other programs: not known."
     spread = Spread.of(foreign)
-    quartiles = f"quartiles {spread.q1:.1%}, {spread.q3:.1%}"
-    return f"Other programs used {spread.median:.1%} of the machine's CPU time during turns ({quartiles})."
+    worst = f"upper quartile {spread.q3:.1%}, worst turn {max(foreign):.1%}"
+    return f"Other programs used {spread.median:.1%} of the machine's CPU time during turns ({worst})."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
