@@ -44,6 +44,10 @@ def fault(module, index):
     pass
 
 
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # in one piece, as several processes write
+
+
 def data(samples=64):
     return DataLoader(TensorDataset(torch.randn(samples, 8, generator=torch.Generator().manual_seed(1))), batch_size=4)
 
@@ -67,7 +71,8 @@ if __name__ == "__main__":
     else:
         after = [p.detach() for p in module.parameters()]  # brought back to this process
     assert run.callback_metrics["loss"] > 0
-    print("moved", all(not torch.equal(a, b) for a, b in zip(before, after)), float(sum(a.sum() for a in after)))
+    moved = all(not torch.equal(a, b) for a, b in zip(before, after))
+    say(f"moved {moved} {float(sum(a.sum() for a in after))}")
 """
 )
 
@@ -89,7 +94,7 @@ EXTERNAL = (
     + """
 run = trainer("zero3", devices=int(os.environ["DEVICES"]))
 run.fit(Module(), data())
-print(type(run.strategy.cluster_environment).__name__, "rank", run.global_rank, "of", run.world_size, "ended")
+say(f"{type(run.strategy.cluster_environment).__name__} rank {run.global_rank} of {run.world_size} ended")
 """
 )
 

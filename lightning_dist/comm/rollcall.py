@@ -43,6 +43,7 @@ class Place(IntEnum):
     BATCH = 14
     REFRESH = 15
     BUFFERS = 16
+    BACKWARD_BEGIN = 17
 
     @property
     def words(self) -> str:
@@ -52,6 +53,7 @@ class Place(IntEnum):
 
 _WORDS = {
     Place.GATHER: "in a forward or backward pass, gathering parameters",
+    Place.BACKWARD_BEGIN: "at the beginning of a backward pass",
     Place.BACKWARD_END: "at the end of a backward pass",
     Place.METRIC: "reducing a metric (self.log with sync_dist=True, or strategy.reduce)",
     Place.BARRIER: "at a barrier",

@@ -8,6 +8,8 @@ from lightning_dist.zero.units import ROOT
 def memory_line(engine: ZeroEngine) -> str:
     """Bytes of parameters, gradients and optimizer state per rank, the units, and bytes sent per optimizer step."""
     row, axis = engine.row, engine.mesh.dp
+    if not engine.units:
+        return f"zero{engine.stage} over {axis.size} ranks: the module has no parameters"
     trainable = [group for group in engine.groups if group.trains]
     parameters = sum(sum(v for k, v in g.local_bytes().items() if k != "gradients") for g in engine.groups)
     gradients = sum(

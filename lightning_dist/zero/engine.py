@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place
-from lightning_dist.core.errors import ConfigurationError, ReleasedParameterError
+from lightning_dist.core.errors import ConfigurationError, LightningDistError, ReleasedParameterError
 from lightning_dist.core.shard import ShardSpec
 from lightning_dist.core.stages import Placement, stage_row
 from lightning_dist.zero import guard
@@ -42,7 +42,7 @@ from lightning_dist.zero.hooks import UnitHooks, accumulation_node, on_gradient
 from lightning_dist.zero.pool import BufferPool
 from lightning_dist.zero.probe import probe
 from lightning_dist.zero.reduce import Reducer
-from lightning_dist.zero.refusals import refuse_unsupported
+from lightning_dist.zero.refusals import insist_on_equal_modules, refuse_unsupported
 from lightning_dist.zero.units import ROOT, NamedParameter, find_units
 
 Accumulate = Literal["shard", "local"]
@@ -95,6 +95,7 @@ class ZeroEngine:
             raise ConfigurationError(f'accumulate="{accumulate}" does not exist; use "shard" or "local"')
         self.shards_each_micro_batch = self.row.gradient is Placement.SHARD and accumulate == "shard"
         refuse_unsupported(module, mesh.device)
+        insist_on_equal_modules(module, mesh.rollcall)
         self.pool = BufferPool(mesh.device)
         self.units = self._make_units(compute_dtype)
         self.groups = [group for unit in self.units for group in unit.groups]
@@ -176,6 +177,8 @@ class ZeroEngine:
     @contextmanager
     def step(self, kind: StepKind = "train") -> Iterator[None]:
         """The scope of one step: forward passes and, when training, their backward. All ranks enter it."""
+        if self.in_step is not None:
+            raise LightningDistError("steps do not nest: leave the `with engine.step()` block before entering another")
         self.begin_step(kind)
         try:
             yield
@@ -189,6 +192,7 @@ class ZeroEngine:
         self.in_step = kind
         for group in self.groups:
             group.forget_zeroed()
+            group.notice_writes()
         self.buffers.sync()
         self.gatherer.begin(kind)
         for unit in self.units:
@@ -217,6 +221,9 @@ class ZeroEngine:
         for unit in self._held:
             unit.holds -= 1
         self._held.clear()
+        self._release_idle()
+
+    def _release_idle(self) -> None:
         if self.row.parameter is Placement.SHARD:
             for unit in self.units:
                 unit.release()
@@ -229,6 +236,8 @@ class ZeroEngine:
                 only sum locally.
             run: how to run backward; ``loss.backward()`` by default.
         """
+        if self.in_step is None:
+            raise LightningDistError("backward outside a step: call it inside the `with engine.step()` of its forward")
         self.reducer.begin(reducing=sync or self.shards_each_micro_batch)
         self.gatherer.in_backward = True
         try:
@@ -242,7 +251,7 @@ class ZeroEngine:
         self.reducer.end()
         self.pool.clear()
         self.buffers.stale = sync
-        self._release_all()
+        self._release_idle()
 
     # Values ---------------------------------------------------------------------------------------------------
 
@@ -387,11 +396,14 @@ class ZeroEngine:
 
     def needs_adoption(self, optimizer: Optimizer) -> bool:
         """Whether parameters of the module were added to it since it was adopted."""
-        return self._needs_exchange(p for g in optimizer.param_groups for p in g["params"])
+        held = [p for g in optimizer.param_groups for p in g["params"]]
+        return self._needs_exchange(held) or any(p not in self.slots for p in held)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         updated = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        self._release_all()  # what is still gathered has the values of before the step
+        self._release_idle()
+        for unit in self._held:  # gathered before this update, and perhaps part of a graph that is still needed
+            self.gatherer.gather_anew(unit)
         self.refresh(g for g in self.groups if any(id(slot.fragment) in updated for slot in g.slots))
 
 

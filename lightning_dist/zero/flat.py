@@ -53,6 +53,7 @@ class Slot:
     group: "FlatGroup"
     fragment: nn.Parameter = field(init=False)  # what the optimizer updates: the owned part, flat
     stand_in: Tensor = field(init=False)
+    version: int | None = None  # of the parameter, when its values were last shown
     arrived: bool = False  # the group's local gradient holds a part of this parameter
     summed: bool = False  # the group's reduced gradient holds one, to which further micro-batches add
     held: bool = False  # a gradient was delivered, and not zeroed since as far as is known
@@ -121,6 +122,7 @@ class FlatGroup:
         self.compute.copy_(start)
         for slot, view in zip(self.slots, self.views, strict=True):
             guard.show(slot.parameter, view)
+            slot.version = slot.parameter._version
             slot.stand_in = guard.released_values(slot.parameter)
         if self.row.parameter is Placement.SHARD or self.compute_dtype != self.master_dtype:
             return start[self.low : self.high].clone()
@@ -175,6 +177,7 @@ class FlatGroup:
         self.pending.wait()
         for slot, view in zip(self.slots, self.views, strict=True):
             guard.show(slot.parameter, view)
+            slot.version = slot.parameter._version
         self.residency = Residency.GATHERED
 
     def release(self) -> None:
@@ -183,10 +186,29 @@ class FlatGroup:
             self.finish_gather()
         if self.residency is Residency.RELEASED:
             return
+        self.notice_writes()
         for slot in self.slots:
             guard.hide(slot.parameter, slot.stand_in)
         self.compute.untyped_storage().resize_(0)
         self.residency = Residency.RELEASED
+
+    def notice_writes(self) -> None:
+        """Take over in-place writes to parameters (a clamp in a callback, say) where masters are kept apart; local."""
+        written = [s for s in self.slots if s.version is not None and s.parameter._version != s.version]
+        if not written or self.residency is not Residency.GATHERED:
+            return
+        for slot in written:
+            slot.version = slot.parameter._version
+        self.take_over_changes()
+
+    def take_over_changes(self) -> None:
+        """Masters follow the computing copy where it was written: elsewhere it is but a rounded image of them."""
+        seen = self.compute[self.low : self.high]
+        if self.owned.data_ptr() == seen.data_ptr():
+            return
+        with torch.no_grad():
+            written = self.owned.to(seen.dtype) != seen
+            self.owned.copy_(torch.where(written, seen.to(self.owned.dtype), self.owned))
 
     def start_refresh(self) -> Pending:
         """Bring a resident computing copy up to date after the owned range has changed; collective if sharded."""

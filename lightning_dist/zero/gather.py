@@ -134,6 +134,11 @@ class Gatherer:
         """Take part in gathers that other ranks asked for."""
         self._gather_all(wanted, keep=None)
 
+    def gather_anew(self, unit: Unit) -> None:
+        """Bring a unit that stays gathered up to date with its masters."""
+        self._gather_agreed(unit)
+        unit.finish_gather()
+
     def _gather_agreed(self, unit: Unit) -> None:
         wanted = self.rollcall.ask(Place.GATHER, unit.index, what=f"of unit {unit.name}")
         self._gather_all(sorted(set(wanted)), keep=unit)

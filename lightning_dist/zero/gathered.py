@@ -28,16 +28,7 @@ def gathered_within_step(engine: "ZeroEngine", units: Sequence[Unit]) -> Iterato
     yield
     for group in (group for unit in units for group in unit.groups):
         if group.residency is Residency.GATHERED:
-            _take_over_changes(group, group.compute[group.low : group.high])
-
-
-def _take_over_changes(group: FlatGroup, seen: Tensor) -> None:
-    """Masters follow a computing copy only where it was written: elsewhere it is but a rounded image of them."""
-    if group.owned.data_ptr() == seen.data_ptr():
-        return
-    with torch.no_grad():
-        written = group.owned.to(seen.dtype) != seen
-        group.owned.copy_(torch.where(written, seen.to(group.owned.dtype), group.owned))
+            group.take_over_changes()
 
 
 @contextmanager
@@ -113,6 +104,7 @@ def _restore(group: FlatGroup, residency: Residency) -> None:
             group.start_refresh().wait()
         for slot, view in zip(group.slots, group.views, strict=True):
             guard.show(slot.parameter, view)
+            slot.version = slot.parameter._version
     for slot in group.slots:
         if slot.held and slot.parameter.grad is None and slot.fragment is not slot.parameter:
             slot.parameter.grad = guard.sharded_gradient(slot.parameter)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_dist.core.errors import ShardedGradientError
+from lightning_dist.core.errors import ReleasedParameterError, ShardedGradientError
 from lightning_dist.zero.fragment import Fragment
 
 _SLOT = "_lightning_dist_slot"
@@ -176,5 +176,10 @@ def is_owned(parameter: nn.Parameter) -> bool:
 
 def owner_of(parameter: nn.Parameter) -> Owner:
     """Who is to be asked about this parameter."""
-    owner: Owner = parameter.__dict__[_SLOT]
+    owner: Owner | None = parameter.__dict__.get(_SLOT)
+    if owner is None:
+        raise ReleasedParameterError(
+            "this is a copy of a parameter whose values rest sharded: copy the module inside "
+            "`with strategy.gathered(module):`"
+        )
     return owner

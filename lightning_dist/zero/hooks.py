@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.core.stages import Placement
@@ -43,8 +44,9 @@ class UnitHooks:
     def install(self, module: nn.Module, unit: Unit) -> list[RemovableHandle]:
         """Hook one module whose forward needs `unit`."""
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._before_forward(unit, (args, kwargs))
+            return self._cast(unit, (args, kwargs))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             self._after_forward(unit, output)
@@ -68,6 +70,19 @@ class UnitHooks:
             self._watch_inputs(unit, inputs)
         self._contexts.append(self._save_context())
 
+    def _cast(self, unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any] | None:
+        """In mixed precision, inputs in the masters' dtype become what the layer computes in."""
+        group = unit.groups[0]
+        wide, narrow = group.master_dtype, group.compute_dtype
+        if wide == narrow or unit.shown:
+            return None
+
+        def narrowed(leaf: Any) -> Any:
+            return leaf.to(narrow) if isinstance(leaf, Tensor) and leaf.dtype == wide else leaf
+
+        args, kwargs = pytree.tree_map(narrowed, inputs)
+        return args, kwargs
+
     def _save_context(self) -> torch.autograd.graph.saved_tensors_hooks | None:
         others: object | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not self.sharded or not torch.is_grad_enabled() or others is not None:
@@ -77,14 +92,17 @@ class UnitHooks:
         return context
 
     def _pack(self, tensor: Tensor) -> object:
-        unit = self._storages.get(tensor.untyped_storage()._cdata)
-        return tensor if unit is None else (unit, tensor)
+        return self._storages.get(tensor.untyped_storage()._cdata), tensor, tensor._version
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, tuple):
-            return packed  # type: ignore[no-any-return]
-        unit, tensor = packed
-        self.engine.gatherer.need_again(unit)
+        unit, tensor, version = packed
+        if tensor._version != version:  # autograd leaves this check to those who pack
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was "
+                "saved: write `y = y * 2` in place of `y *= 2` where y is used before"
+            )
+        if unit is not None:
+            self.engine.gatherer.need_again(unit)
         return tensor  # type: ignore[no-any-return]
 
     def _after_forward(self, unit: Unit, output: object) -> None:

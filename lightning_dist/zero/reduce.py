@@ -12,6 +12,7 @@ the number nor the order of collectives depends on a rank's data.
     network            [head]      [layer 3]      [layer 2]     [layer 1]        [emb] deliver
 """
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -45,6 +46,10 @@ class Reducer:
                     slot.parameter.grad = None  # autograd would add to the stand-in
         self._active = [i for i, group in enumerate(self.groups) if group.trains]
         key = tuple(self._active)
+        if reducing:
+            trained = [slot.name for i in self._active for slot in self.groups[i].slots if slot.parameter.requires_grad]
+            digest = zlib.crc32("\n".join(trained).encode())
+            self.rollcall.call(Place.BACKWARD_BEGIN, digest, what=f"that trains {len(trained)} parameters")
         self._order_known = key in self._orders
         self._order = self._orders.get(key, list(reversed(self._active)))
         self._next = 0

@@ -1,9 +1,30 @@
 """What cannot be sharded, refused by name before anything is touched."""
 
+import zlib
+
 import torch
 from torch import nn
 
-from lightning_dist.core.errors import UnsupportedModelError
+from lightning_dist.comm.rollcall import Place, RollCall
+from lightning_dist.core.errors import RankMismatchError, UnsupportedModelError
+
+
+def insist_on_equal_modules(module: nn.Module, rollcall: RollCall) -> None:
+    """All ranks must have built the same module: names, shapes, dtypes and what is trained; collective.
+
+    Raises:
+        RankMismatchError: they have not; the message names the first difference.
+    """
+    mine = [f"{n}: {p.dtype}{list(p.shape)}, trained: {p.requires_grad}" for n, p in module.named_parameters()]
+    digests = rollcall.ask(Place.SETUP, zlib.crc32("\n".join(mine).encode()))
+    if len(set(digests)) == 1:
+        return
+    everyone = [entry if isinstance(entry, list) else [] for entry in rollcall.exchange(mine)]
+    for index in range(max(map(len, everyone))):
+        said = [entries[index] if index < len(entries) else "nothing" for entries in everyone]
+        if len(set(said)) > 1:
+            lines = "\n".join(f"  rank {rank} has {words}" for rank, words in enumerate(said))
+            raise RankMismatchError(f"The ranks have built different models. The first difference:\n{lines}")
 
 
 def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
@@ -19,6 +40,21 @@ def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
         reason = _unsupported(parameter, device)
         if reason:
             raise UnsupportedModelError(f"parameter {name} {reason}")
+    _refuse_shared_storage(module)
+
+
+def _refuse_shared_storage(module: nn.Module) -> None:
+    """Two parameters over the same memory are tied in one process and would come apart in flat buffers."""
+    spans = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for name, p in module.named_parameters())
+    end, last = 0, ""
+    for start, size, name in spans:
+        if size and start < end:
+            raise UnsupportedModelError(
+                f"parameters {last} and {name} share memory without being the same parameter: tie them by assigning "
+                "the parameter itself (`b.weight = a.weight`)"
+            )
+        if size:
+            end, last = start + size, name
 
 
 def _unsupported(parameter: nn.Parameter, device: torch.device) -> str | None:
