@@ -64,6 +64,8 @@ def _without_harness(dump: str) -> str:
     """Drop the watching thread, and in the main thread what lies below the test."""
     threads = []
     for thread in re.split(r"\n(?=(?:Current thread|Thread) 0x)", dump.strip("\n")):
+        if not thread.strip():
+            continue  # the process was too busy to write its stack in time
         title, *frames = thread.splitlines()
         ours = next((i for i, frame in enumerate(frames) if _HARNESS in frame), len(frames))
         watching = ours == 0 and "_die_with" in thread
