@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -206,3 +208,21 @@ def test_a_module_without_parameters() -> None:
 
     out = trainer_on_ranks(ZeROStrategy(3)).validate(Empty(), loader(), verbose=False)
     assert "val_loss" in out[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_outlives_the_module(stage: int) -> None:
+    """A script that makes one Trainer after another must not keep every model it ever had."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    engine = ZeroEngine(model, Mesh.from_world(Layout(dp=2)), stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.adopt(optimizer)
+    with engine.step():
+        engine.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    left = [weakref.ref(thing) for thing in (engine, engine.mesh, model, model[0].weight)]
+    del engine, optimizer, model
+    gc.collect()
+    assert [ref() for ref in left] == [None] * 4

@@ -19,6 +19,7 @@ In a plain loop::
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from lightning_dist.zero.buffers import BufferSync
 from lightning_dist.zero.flat import FlatGroup, Residency, Slot
 from lightning_dist.zero.gather import Gatherer, Unit
 from lightning_dist.zero.gathered import gathered_outside_step, gathered_within_step
-from lightning_dist.zero.hooks import UnitHooks, accumulation_node, on_gradient
+from lightning_dist.zero.hooks import UnitHooks, on_gradient
 from lightning_dist.zero.pool import BufferPool
 from lightning_dist.zero.probe import probe
 from lightning_dist.zero.reduce import Reducer
@@ -148,15 +149,20 @@ class ZeroEngine:
                 self._handles += self._hooks.install(caller, unit)
         for slot in self.slots.values():
             guard.own(slot.parameter, self)
-            self._hooks.nodes[slot.parameter] = accumulation_node(slot.parameter)
             self._handles.append(on_gradient(slot.parameter, self._make_gradient_hook(slot)))
 
     def _make_gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        """The hook sees the engine weakly: torch keeps such hooks in C++, where a cycle would never be collected."""
         unit = next(unit for unit in self.units if slot.group in unit.groups)
+        engine_ref, slot_ref, unit_ref = weakref.ref(self), weakref.ref(slot), weakref.ref(unit)
 
         def arrived(_: Tensor) -> None:
-            if self.reducer.take(slot):
-                self._hooks.gradients_complete(unit, slot.group)
+            engine, slot, unit = engine_ref(), slot_ref(), unit_ref()
+            assert engine is not None
+            assert slot is not None
+            assert unit is not None
+            if engine.reducer.take(slot):
+                engine._hooks.gradients_complete(unit, slot.group)
 
         return arrived
 

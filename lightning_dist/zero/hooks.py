@@ -38,7 +38,6 @@ class UnitHooks:
         self.engine = engine
         self.sharded = engine.row.parameter is Placement.SHARD
         self._storages = {g.compute.untyped_storage()._cdata: u for u in engine.units for g in u.groups}
-        self.nodes: dict[nn.Parameter, Node] = {}
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks | None] = []
 
     def install(self, module: nn.Module, unit: Unit) -> list[RemovableHandle]:
@@ -145,7 +144,7 @@ class UnitHooks:
         unit.open_calls -= 1
         if unit.open_calls == 0:
             for group in unit.groups:
-                if not any(will_come(self.nodes[slot.parameter]) for slot in self.engine.reducer.awaited(group)):
+                if not any(will_come(slot.parameter) for slot in self.engine.reducer.awaited(group)):
                     self.engine.reducer.complete(group)
             self._release(unit)
 
@@ -178,19 +177,23 @@ def on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Remo
     return handle
 
 
-def accumulation_node(parameter: nn.Parameter) -> Node:
-    """The node of the graph that puts gradients into a parameter; keeping it keeps it the same for all graphs."""
+def will_come(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs now puts a gradient into this parameter (or has done so)."""
+    return bool(torch._C._will_engine_execute_node(_accumulation_node(parameter)))
+
+
+def _accumulation_node(parameter: nn.Parameter) -> Node:
+    """The node of the graph that puts gradients into a parameter.
+
+    While a graph of the parameter lives, this is that graph's node. It is asked for anew each time: a node that Python
+    keeps would keep the parameter, its hooks and the whole engine alive, in a cycle through C++ that is never collected.
+    """
     with _trainable(parameter), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         view = parameter.view_as(parameter).grad_fn
     assert view is not None
     node = view.next_functions[0][0]
     assert node is not None
     return node
-
-
-def will_come(node: Node) -> bool:
-    """Whether the backward that runs now executes this node (or has done so)."""
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 @contextmanager
