@@ -87,7 +87,7 @@ if __name__ == "__main__":
 def test_start_methods_train_alike(stage: int) -> None:
     results = {}
     for method in ("popen", "spawn", "fork", "forkserver"):
-        output = run_script(BY_METHOD, method, str(stage), timeout=120).output
+        output = run_script(BY_METHOD, method, str(stage), timeout=300).output
         line = next(line for line in output.splitlines() if line.startswith("moved"))
         assert "moved True" in line, output
         results[method] = float(line.split()[2])
@@ -126,7 +126,7 @@ def torchrun(script: Path, *, processes: int) -> str:
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(EXTERNAL)
-    result = run_script(torchrun(script, processes=2), env={"DEVICES": "2"}, timeout=120)
+    result = run_script(torchrun(script, processes=2), env={"DEVICES": "2"}, timeout=300)
     for rank in range(2):
         assert f"TorchElasticEnvironment rank {rank} of 2 ended" in result.output
     assert not result.survivors
@@ -146,7 +146,7 @@ def test_slurm() -> None:
         " for r in range(2)]\n"
         "sys.exit(max(task.wait() for task in tasks))\n"
     )
-    result = run_script(script, timeout=120)
+    result = run_script(script, timeout=300)
     for rank in range(2):
         assert f"SLURMEnvironment rank {rank} of 2 ended" in result.output
 
@@ -154,7 +154,7 @@ def test_slurm() -> None:
 def test_more_processes_than_devices(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(EXTERNAL)
-    result = run_script(torchrun(script, processes=3), env={"DEVICES": "2"}, expect=1, timeout=120)
+    result = run_script(torchrun(script, processes=3), env={"DEVICES": "2"}, expect=1, timeout=300)
     assert "does not match the world size (3)" in result.output  # Lightning's own words
 
 
@@ -212,7 +212,7 @@ def test_a_failing_rank_ends_all_within_seconds(name: str) -> None:
     callbacks = "[Raises()]" if name == "callback" else "[]"
     run = f"\nif __name__ == '__main__':\n    trainer({strategy!r}, callbacks={callbacks}).fit(Module(), data())\n"
     started = time.time()
-    result = run_script(MODULE + "\n" + code + run, expect=None, timeout=170, linger=10)
+    result = run_script(MODULE + "\n" + code + run, expect=None, timeout=300, linger=10)
     assert not result.timed_out, result.output
     assert result.returncode != 0
     if name != "backward":  # whose fault is planted long before it strikes
@@ -231,7 +231,7 @@ def test_sigterm_saves_nothing_broken_and_ends_all_ranks() -> None:
         "        module.trainer._signal_connector.received_sigterm = True\n"
     )
     run = "\nif __name__ == '__main__':\n    trainer('zero3').fit(Module(), data())\n    print('went on')\n"
-    result = run_script(MODULE + code + run, expect=None, timeout=90)
+    result = run_script(MODULE + code + run, expect=None, timeout=300)
     assert not result.timed_out
     assert "went on" not in result.output
     assert not result.survivors

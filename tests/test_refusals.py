@@ -156,7 +156,7 @@ pl.Trainer(strategy="zero3", accelerator="cpu", devices=2)
 
 
 def test_mixing_the_two_lightnings_is_explained() -> None:
-    result = run_script(MIXED_NAMES, expect=1, timeout=60)
+    result = run_script(MIXED_NAMES, expect=1, timeout=300)
     assert "import lightning as L" in result.output
 
 
@@ -168,7 +168,7 @@ pl.Trainer(strategy=lightning_dist.ZeROStrategy(3), accelerator="cpu", devices=2
 
 
 def test_a_strategy_given_to_the_other_trainer_is_explained() -> None:
-    result = run_script(MIXED_OBJECTS, expect=1, timeout=60)
+    result = run_script(MIXED_OBJECTS, expect=1, timeout=300)
     assert "import lightning as L" in result.output
 
 
@@ -189,7 +189,7 @@ def test_a_broken_deepspeed_disturbs_nothing(tmp_path: Path) -> None:
     package = tmp_path / "deepspeed"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('built for another torch')")
-    result = run_script(BROKEN_DEEPSPEED, directory=tmp_path, timeout=100)
+    result = run_script(BROKEN_DEEPSPEED, directory=tmp_path, timeout=300)
     assert "trained" in result.output
 
 

@@ -38,7 +38,7 @@ def everywhere(trainer: L.Trainer, value: Any) -> list[Any]:
 # Orders of calls ------------------------------------------------------------------------------------------------
 
 
-@ranks(2, timeout=300)
+@ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("length", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_calls_in_every_order(stage: int, length: int, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def saved_by(maker: str, path: Path) -> None:
         trainer.save_checkpoint(path)
 
 
-@ranks(2, 3, 4, timeout=180)
+@ranks(2, 3, 4)
 @pytest.mark.parametrize("maker", ("alone", "0", "1", "2", "3"))
 def test_any_stage_resumes_any_checkpoint(maker: str, tmp_path: Path) -> None:
     """All pairs of makers and readers continue as the uninterrupted run, with the optimizer's moments."""
@@ -140,9 +140,9 @@ def test_any_stage_resumes_any_checkpoint(maker: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", (1, 3))
 def test_resume_on_another_number_of_ranks(stage: int, tmp_path: Path, rank_pools: Any) -> None:
     path = str(tmp_path / "four.ckpt")
-    wrote = rank_pools.run(write_on_ranks, 4, timeout=60, arguments={"stage": stage, "path": path})
+    wrote = rank_pools.run(write_on_ranks, 4, timeout=300, arguments={"stage": stage, "path": path})
     for world in (2, 3):
-        read = rank_pools.run(read_on_ranks, world, timeout=60, arguments={"stage": stage, "path": path})
+        read = rank_pools.run(read_on_ranks, world, timeout=300, arguments={"stage": stage, "path": path})
         for values in read:
             assert_same_weights(values, wrote[0], rel=0.0)
 

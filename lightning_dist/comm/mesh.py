@@ -7,6 +7,7 @@ parameters arrive when they are needed) must not share one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from torch import Tensor
 from lightning_dist.comm import collectives
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.ledger import Ledger
+from lightning_dist.comm.parts import join, part_of
 from lightning_dist.comm.rollcall import RollCall
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.core.layout import AXES, Layout
+from lightning_dist.core.split import Split
 from lightning_dist.core.stages import ring_bytes
 
 CHANNELS = ("gather", "reduce")
@@ -77,6 +80,42 @@ class Axis:
             dist.all_reduce(flat, _OPS[op], group=self.groups["reduce"])
         return flat
 
+    def start_all_reduce(self, flat: Tensor, *, purpose: str) -> Pending:
+        """Start ``flat = sum over ranks``, in place."""
+        if self.size == 1:
+            return Pending()
+        self._book("all_reduce", purpose, flat, times=2)
+        return collectives.all_reduce(flat, group=self.groups["reduce"], scale=1.0)
+
+    def gather_parts(self, part: Tensor, dim: int, split: Split, *, purpose: str) -> Tensor:
+        """The whole tensor of which every rank holds its part along `dim`; finished on return."""
+        if self.size == 1:
+            return part
+        width = max(split.sizes) * _others(part, dim)
+        flat = part.new_empty(self.size * width)
+        flat[self.rank * width :][: part.numel()].copy_(part.reshape(-1))
+        self.all_gather(flat, purpose=purpose).wait()
+        shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in split.sizes]
+        return join([f[: prod(s)].view(s) for f, s in zip(flat.chunk(self.size), shapes, strict=True)], dim, split)
+
+    def total_parts(self, whole: Tensor, dim: int, split: Split, *, purpose: str) -> Tensor:
+        """This rank's part along `dim` of the sum over the ranks of `whole`; finished on return."""
+        if self.size == 1:
+            return whole
+        width = max(split.sizes) * _others(whole, dim)
+        flat = whole.new_empty(self.size * width)
+        for rank, chunk in enumerate(flat.chunk(self.size)):
+            piece = part_of(whole, dim, split, rank)
+            chunk[: piece.numel()].view(piece.shape).copy_(piece)
+            chunk[piece.numel() :].zero_()
+        out = flat.new_empty(width)
+        self._book("reduce_scatter", purpose, flat)
+        staging = flat.new_empty(flat.numel() - width) if self.p2p else None
+        group = self.groups["reduce"]
+        collectives.reduce_scatter(flat, out, group=group, p2p=self.p2p, scale=1.0, staging=staging, add=False).wait()
+        shape = (*whole.shape[:dim], split.sizes[self.rank], *whole.shape[dim + 1 :])
+        return out[: prod(shape)].view(shape)
+
     def broadcast(self, flat: Tensor, *, purpose: str, source: int = 0) -> Tensor:
         """``flat = flat of the axis rank source``, in place and finished on return."""
         if self.size > 1:
@@ -117,6 +156,11 @@ class Axis:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+def _others(tensor: Tensor, dim: int) -> int:
+    """Elements per index of `dim`."""
+    return prod(tensor.shape[:dim]) * prod(tensor.shape[dim + 1 :])
+
+
 def _take(flat: Tensor, out: Tensor, *, add: bool) -> None:
     if add:
         out.add_(flat)
@@ -140,6 +184,16 @@ class Mesh:
         """The data-parallel axis."""
         return self.axes["dp"]
 
+    @property
+    def tp(self) -> Axis:
+        """The tensor-parallel axis."""
+        return self.axes["tp"]
+
+    @property
+    def world(self) -> Axis:
+        """All ranks in one line, for sums over the whole world."""
+        return self.axes["world"]
+
     @classmethod
     def from_world(cls, layout: Layout, device: torch.device | None = None) -> "Mesh":
         """Build the mesh on the default process group; collective, to be called on all ranks alike.
@@ -157,6 +211,7 @@ class Mesh:
         ledger = Ledger()
         backend = str(dist.get_backend())
         axes = {axis: _make_axis(axis, layout, rank, backend, ledger) for axis in AXES}
+        axes["world"] = _make_world(axes, layout, rank, backend, ledger)
         device = (
             device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
@@ -175,3 +230,13 @@ def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledge
                 groups[channel] = group
                 mine = tuple(ranks)
     return Axis(name, size, position, mine, groups, backend, ledger)
+
+
+def _make_world(axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger) -> Axis:
+    """The line of all ranks; an axis that spans the world already serves."""
+    for axis in axes.values():
+        if axis.size == layout.world_size:
+            return axis
+    everyone = tuple(range(layout.world_size))
+    groups = {channel: dist.new_group(everyone, backend=backend) for channel in CHANNELS}
+    return Axis("world", layout.world_size, rank, everyone, groups, backend, ledger)

@@ -8,17 +8,44 @@ any other world wrote.
 from dataclasses import dataclass
 from math import prod
 
+from lightning_dist.core.split import Split
+
+CUT = "_lightning_dist_cut"
+"""Attribute under which a tensor-parallel parameter carries its `Cut`."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter of which each tensor-parallel rank holds a part: `split` of dim `dim` of the whole `shape`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    split: Split
+    rank: int
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """The shape of a rank's part (default: of this rank's)."""
+        size = self.split.sizes[self.rank if rank is None else rank]
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+
+def cut_of(parameter: object) -> Cut | None:
+    """How a parameter is cut by tensor parallelism, None where it is whole."""
+    cut: Cut | None = getattr(parameter, "__dict__", {}).get(CUT)
+    return cut
+
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A contiguous run of a parameter, counted in the row-major order of its global shape.
+    """A contiguous run of a parameter, counted in the row-major order of its shape on one tensor-parallel rank.
 
     Args:
         name: fully qualified name of the parameter in the user's module (the first one, if it is tied).
-        shape: global shape.
+        shape: the shape that the run is counted in: the whole one, or after `cut` that of this rank's part.
         start: first element held here.
         stop: one past the last element held here; ``start == stop`` when this rank holds none of it.
         copies: number of ranks that hold this same run (1 where it is sharded, N where it is replicated).
+        cut: how tensor parallelism has cut the parameter, None where it is whole.
     """
 
     name: str
@@ -26,6 +53,7 @@ class ShardSpec:
     start: int
     stop: int
     copies: int = 1
+    cut: Cut | None = None
 
     @property
     def numel(self) -> int:
@@ -33,9 +61,14 @@ class ShardSpec:
         return self.stop - self.start
 
     @property
-    def global_numel(self) -> int:
-        """Elements of the whole parameter."""
+    def shape_numel(self) -> int:
+        """Elements of the tensor that the run is counted in."""
         return prod(self.shape)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.shape if self.cut is None else self.cut.shape
 
 
 def shard_size(numel: int, num_shards: int) -> int:

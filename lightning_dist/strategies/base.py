@@ -31,6 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.comm import Mesh, Place, RollCall
+from lightning_dist.comm.world import leave_at_exit
 from lightning_dist.core.allocator import keep_freed_memory
 from lightning_dist.core.errors import ConfigurationError, PeerLostError
 from lightning_dist.core.layout import Layout
@@ -155,6 +156,7 @@ class DistributedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         device_id = self.root_device if self.root_device.type != "cpu" else None
+        leave_at_exit()
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = Mesh.from_world(self.layout(), self.root_device)

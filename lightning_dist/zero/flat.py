@@ -222,7 +222,7 @@ class FlatGroup:
     def load(self, slot: Slot, values: Tensor) -> None:
         """Put this rank's part of whole new values into the owned range; local."""
         spec = self.spec(slot)
-        if tuple(values.shape) != spec.shape and values.numel() != spec.global_numel:
+        if tuple(values.shape) != spec.shape and values.numel() != spec.shape_numel:
             raise ValueError(f"{slot.name} has shape {spec.shape}, the new values have {tuple(values.shape)}")
         with torch.no_grad():
             self.piece(self.owned, slot).copy_(values.detach().reshape(-1)[spec.start : spec.stop])

@@ -32,9 +32,9 @@ from tests.harness.place import Place
 from tests.harness.stacks import ask_for_stack
 from tests.harness.verdict import LOG_LINES, Cause, Death, RankFailure, Round
 
-DEFAULT_TIMEOUT = 60.0
+DEFAULT_TIMEOUT = 240.0  # for hangs, not for slow machines
 START_SECONDS = 180.0
-TIDY_SECONDS = 15.0
+TIDY_SECONDS = 120.0
 GRACE_SECONDS = 1.0  # how long after the first failure the other ranks may still report theirs
 EXIT_SECONDS = 10.0
 SHARED_IMPORTS = ("lightning", "peft", "transformers")
