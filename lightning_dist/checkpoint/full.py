@@ -30,6 +30,7 @@ def full_state_dict(engine: ZeroEngine, module: nn.Module | None = None) -> dict
     """
     module = engine.module if module is None else module
     engine.mesh.rollcall.call(Place.SAVE, what="of the module's weights")
+    engine.notice_writes()
     raw = module.state_dict(keep_vars=True)
     whole: dict[nn.Parameter, Tensor] = {}
     state: dict[str, Any] = {}

@@ -198,13 +198,21 @@ class ZeroEngine:
         self.in_step = kind
         for group in self.groups:
             group.forget_zeroed()
-            group.notice_writes()
+        self.notice_writes()
+        written = [group for group in self.groups if group.masters_written()]
+        if written:
+            self.refresh(written)
         self.buffers.sync()
         self.gatherer.begin(kind)
         for unit in self.units:
             unit.calls = unit.open_calls = 0
             if unit.name == ROOT and self.row.parameter is Placement.SHARD:
                 self.hold(unit)
+
+    def notice_writes(self) -> None:
+        """Take over what user code wrote into parameters that are shown; local."""
+        for group in self.groups:
+            group.notice_writes()
 
     def end_step(self) -> None:
         """Leave a step: whatever is gathered is released."""
@@ -329,6 +337,7 @@ class ZeroEngine:
         `nn.Module.load_state_dict` copies just so, with its hooks and checks. Local until the end of the block, which
         is collective.
         """
+        self.notice_writes()
         for slot in self.slots.values():
             slot.parameter.__class__ = guard.ReleasedParameter
         self._loading = True
@@ -386,6 +395,7 @@ class ZeroEngine:
             for param_group in optimizer.param_groups:
                 param_group["params"] = [self._exchange(optimizer, p) for p in param_group["params"]]
         if not any(getattr(hook, "__self__", None) is self for hook in optimizer._optimizer_step_post_hooks.values()):
+            optimizer.register_step_pre_hook(self._stepping)
             optimizer.register_step_post_hook(self._stepped)
 
     def _exchange(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
@@ -405,8 +415,28 @@ class ZeroEngine:
         held = [p for g in optimizer.param_groups for p in g["params"]]
         return self._needs_exchange(held) or any(p not in self.slots for p in held)
 
+    def _stepping(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What user code wrote into parameters goes to the masters before they are updated: after the closure."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.notice_writes()
+            return args, kwargs
+
+        def noticing() -> Any:
+            result = closure()
+            self.notice_writes()
+            return result
+
+        if len(args) > 1:
+            return (args[0], noticing, *args[2:]), kwargs
+        return args, {**kwargs, "closure": noticing}
+
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         updated = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        for group in self.groups:
+            group.stale |= any(id(slot.fragment) in updated for slot in group.slots)
         self._release_idle()
         for unit in self._held:  # gathered before this update, and perhaps part of a graph that is still needed
             self.gatherer.gather_anew(unit)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.mesh import Axis
+from lightning_dist.core.errors import LightningDistError
 from lightning_dist.core.shard import ShardSpec, overlap, shard_size
 from lightning_dist.core.stages import Placement, StageRow
 from lightning_dist.zero import guard
@@ -53,7 +54,7 @@ class Slot:
     group: "FlatGroup"
     fragment: nn.Parameter = field(init=False)  # what the optimizer updates: the owned part, flat
     stand_in: Tensor = field(init=False)
-    version: int | None = None  # of the parameter, when its values were last shown
+    master_version: int = 0  # of the fragment, when it last agreed with what is shown
     arrived: bool = False  # the group's local gradient holds a part of this parameter
     summed: bool = False  # the group's reduced gradient holds one, to which further micro-batches add
     held: bool = False  # a gradient was delivered, and not zeroed since as far as is known
@@ -92,6 +93,7 @@ class FlatGroup:
         self.views = [self.compute[s.start : s.stop].view(s.shape) for s in self.slots]
         self.residency = Residency.GATHERED
         self.pending = Pending()
+        self.stale = False  # masters have changed since the computing copy was filled from them
         self.owned = self._take_over()
         self._make_fragments()
         if row.parameter is Placement.SHARD:
@@ -122,7 +124,6 @@ class FlatGroup:
         self.compute.copy_(start)
         for slot, view in zip(self.slots, self.views, strict=True):
             guard.show(slot.parameter, view)
-            slot.version = slot.parameter._version
             slot.stand_in = guard.released_values(slot.parameter)
         if self.row.parameter is Placement.SHARD or self.compute_dtype != self.master_dtype:
             return start[self.low : self.high].clone()
@@ -164,6 +165,7 @@ class FlatGroup:
         if self.residency is Residency.RELEASED:
             self.compute.untyped_storage().resize_(self.num_bytes)
         self._own_chunk().copy_(self.owned)
+        self._masters_agree()
         self.pending = self.axis.all_gather(self.compute, purpose=purpose)
         self.residency = Residency.GATHERING
 
@@ -177,7 +179,6 @@ class FlatGroup:
         self.pending.wait()
         for slot, view in zip(self.slots, self.views, strict=True):
             guard.show(slot.parameter, view)
-            slot.version = slot.parameter._version
         self.residency = Residency.GATHERED
 
     def release(self) -> None:
@@ -189,26 +190,49 @@ class FlatGroup:
         self.notice_writes()
         for slot in self.slots:
             guard.hide(slot.parameter, slot.stand_in)
+        self.drop_computing_copy()
+
+    def drop_computing_copy(self) -> None:
+        """Free its storage; the parameters must have been hidden."""
         self.compute.untyped_storage().resize_(0)
         self.residency = Residency.RELEASED
 
     def notice_writes(self) -> None:
-        """Take over in-place writes to parameters (a clamp in a callback, say) where masters are kept apart; local."""
-        written = [s for s in self.slots if s.version is not None and s.parameter._version != s.version]
-        if not written or self.residency is not Residency.GATHERED:
+        """Take over what user code wrote into parameters that are shown; local.
+
+        ``p.data = values`` leaves the buffer and is brought back into it; writes in place are compared, since those
+        through ``p.data`` leave no trace, where that costs little (the owned part, and only if masters are kept apart).
+
+        Raises:
+            LightningDistError: new data of another shape or dtype.
+        """
+        if self.residency is not Residency.GATHERED:
             return
-        for slot in written:
-            slot.version = slot.parameter._version
+        for slot, view in zip(self.slots, self.views, strict=True):
+            take_over_assignment(slot, view, (self.master_dtype, self.compute_dtype))
         self.take_over_changes()
 
     def take_over_changes(self) -> None:
         """Masters follow the computing copy where it was written: elsewhere it is but a rounded image of them."""
         seen = self.compute[self.low : self.high]
-        if self.owned.data_ptr() == seen.data_ptr():
+        if self.stale or self.masters_written() or self.owned.data_ptr() == seen.data_ptr():
             return
         with torch.no_grad():
-            written = self.owned.to(seen.dtype) != seen
-            self.owned.copy_(torch.where(written, seen.to(self.owned.dtype), self.owned))
+            image = self.owned.to(seen.dtype)
+            if seen.device.type == "cpu" and torch.equal(image, seen):  # elsewhere this would wait for the device
+                return
+            self.owned.copy_(torch.where(image != seen, seen.to(self.owned.dtype), self.owned))
+
+    def _masters_agree(self) -> None:
+        self.stale = False
+        for slot in self.slots:
+            slot.master_version = slot.fragment._version
+
+    def masters_written(self) -> bool:
+        """Whether fragments were written in place, by other code than the optimizer; what is shown is then stale."""
+        if self.row.parameter is Placement.SHARD or self.slots[0].fragment is self.slots[0].parameter:
+            return False
+        return any(slot.fragment._version != slot.master_version for slot in self.slots)
 
     def start_refresh(self) -> Pending:
         """Bring a resident computing copy up to date after the owned range has changed; collective if sharded."""
@@ -217,6 +241,7 @@ class FlatGroup:
         chunk = self._own_chunk()
         if chunk.data_ptr() != self.owned.data_ptr():
             chunk.copy_(self.owned)
+        self._masters_agree()
         return self.axis.all_gather(self.compute, purpose="parameters") if self.sharded_state else Pending()
 
     def load(self, slot: Slot, values: Tensor) -> None:
@@ -226,6 +251,7 @@ class FlatGroup:
             raise ValueError(f"{slot.name} has shape {spec.shape}, the new values have {tuple(values.shape)}")
         with torch.no_grad():
             self.piece(self.owned, slot).copy_(values.detach().reshape(-1)[spec.start : spec.stop])
+        self.stale = True
 
     # Gradients ------------------------------------------------------------------------------------------------
 
@@ -318,12 +344,16 @@ class FlatGroup:
             slot.parameter.grad = guard.sharded_gradient(slot.parameter)
         slot.held = True
 
+    def drop(self, slot: Slot) -> None:
+        """Forget a gradient, as ``parameter.grad = None`` does."""
+        slot.held = slot.arrived = slot.summed = False
+        slot.fragment.grad = slot.parameter.grad = None
+
     def forget_zeroed(self) -> None:
         """Notice gradients that the user or an optimizer set to None since they were delivered."""
         for slot in self.slots:
             if slot.held and (slot.fragment.grad is None or slot.parameter.grad is None):
-                slot.held = slot.arrived = slot.summed = False
-                slot.fragment.grad = slot.parameter.grad = None
+                self.drop(slot)
         if self.sharded_state and not any(slot.held for slot in self.slots):
             self.reduced = None
 
@@ -342,3 +372,30 @@ class FlatGroup:
             "master": master,
             "gradients": gradient + reduced,
         }
+
+
+def take_over_assignment(slot: Slot, view: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Undo ``parameter.data = values``: put the values into `view`, the parameter's place, and show that again; local.
+
+    Raises:
+        LightningDistError: the new data has another shape, or a dtype that is none of `dtypes`; the place keeps its
+            values.
+    """
+    parameter = slot.parameter
+    if (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype) == (
+        view.data_ptr(),
+        view.shape,
+        view.stride(),
+        view.dtype,
+    ):
+        return
+    new = parameter.detach().clone()  # it may share memory with its place (`p.data = p.data.t()`)
+    guard.show(parameter, view)
+    if new.shape != view.shape or new.dtype not in dtypes:
+        raise LightningDistError(
+            f"{slot.name}.data was set to a tensor of shape {tuple(new.shape)} and {new.dtype}, but the parameter was "
+            f"sharded with shape {tuple(view.shape)} and {view.dtype}: shape and dtype are fixed from setup on. Change "
+            "the module before trainer.fit (in __init__ or configure_model)"
+        )
+    with torch.no_grad():
+        view.copy_(new)

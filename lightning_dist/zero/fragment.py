@@ -16,7 +16,8 @@ class Fragment(nn.Parameter):
 
     def __new__(cls, values: Tensor, whole: nn.Parameter) -> "Fragment":
         """Make `values` the fragment of `whole`."""
-        fragment: Fragment = torch.Tensor._make_subclass(cls, values, True)
+        # `.data` gives it a version counter of its own, which tells when other code than the engine writes to it
+        fragment: Fragment = torch.Tensor._make_subclass(cls, values.data, True)
         fragment.whole = whole
         return fragment
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_dist.core.errors import LightningDistError
 from lightning_dist.core.stages import Placement
 from lightning_dist.zero import guard
-from lightning_dist.zero.flat import FlatGroup, Residency
+from lightning_dist.zero.flat import FlatGroup, Residency, take_over_assignment
 from lightning_dist.zero.gather import Unit
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ def gathered_within_step(engine: "ZeroEngine", units: Sequence[Unit]) -> Iterato
         engine.hold(unit)
     yield
     for group in (group for unit in units for group in unit.groups):
-        if group.residency is Residency.GATHERED:
-            group.take_over_changes()
+        group.notice_writes()
 
 
 @contextmanager
@@ -36,25 +36,30 @@ def gathered_outside_step(units: Sequence[Unit], *, gradients: bool, meet: Calla
     """Show masters (and gradients) whole; take back what this rank owns, then let the ranks agree again."""
     units = [unit for unit in units if not unit.shown]  # the rest is shown by a block around this one
     groups = [group for unit in units for group in unit.groups]
+    for group in groups:
+        group.finish_gather()
+        group.notice_writes()
     before = [group.residency for group in groups]
     shown = [_show_masters(group) for group in groups]
-    grads = [_show_gradients(group) if gradients else None for group in groups]
+    shown_gradients = [_show_gradients(group) if gradients else None for group in groups]
     for unit in units:
         unit.shown = True
+    refusal: LightningDistError | None = None
     try:
         yield
     finally:
         for unit in units:
             unit.shown = False
-        for group, full, grad in zip(groups, shown, grads, strict=True):
-            if grad is not None:
-                _take_back_gradients(group, grad)
-            if full.data_ptr() != group.compute.data_ptr():
-                group.owned.copy_(full[group.low : group.high])
+        for group, full, grads in zip(groups, shown, shown_gradients, strict=True):
+            refusal = _take_back_masters(group, full) or refusal
+            if gradients:
+                refusal = _take_back_gradients(group, grads) or refusal
         if any(group.row.parameter is not Placement.SHARD for group in groups):
             meet()
         for group, residency in zip(groups, before, strict=True):
             _restore(group, residency)
+    if refusal is not None:
+        raise refusal
 
 
 def _show_masters(group: FlatGroup) -> Tensor:
@@ -63,6 +68,21 @@ def _show_masters(group: FlatGroup) -> Tensor:
     for slot in group.slots:
         guard.show(slot.parameter, full[slot.start : slot.stop].view(slot.shape))
     return full
+
+
+def _take_back_masters(group: FlatGroup, full: Tensor) -> LightningDistError | None:
+    """Each rank keeps the range that it owns. A refusal is for later: the ranks must first agree again."""
+    refusal = None
+    for slot in group.slots:
+        try:
+            view = full[slot.start : slot.stop].view(slot.shape)
+            take_over_assignment(slot, view, (group.master_dtype, group.compute_dtype))
+        except LightningDistError as error:
+            refusal = error
+    if full.data_ptr() != group.compute.data_ptr():
+        group.owned.copy_(full[group.low : group.high])
+        group.stale = True
+    return refusal
 
 
 def _whole(group: FlatGroup, owned: Tensor, purpose: str) -> Tensor:
@@ -74,37 +94,55 @@ def _whole(group: FlatGroup, owned: Tensor, purpose: str) -> Tensor:
 
 
 def _show_gradients(group: FlatGroup) -> Tensor | None:
+    """Whole averaged gradients. Those of a micro-batch that is not reduced yet stay stand-ins (in stage 0: local)."""
     if group.reduced is None:
         return None
-    full = _whole(group, group.reduced, "gradients")
+    full = group.reduced if not group.sharded_state else _whole(group, group.reduced, "gradients")
     for slot in group.slots:
         if slot.held and slot.fragment.grad is not None:
             slot.parameter.grad = full[slot.start : slot.stop].view(slot.shape).to(slot.parameter.dtype)
     return full
 
 
-def _take_back_gradients(group: FlatGroup, full: Tensor) -> None:
-    assert group.reduced is not None
+def _take_back_gradients(group: FlatGroup, full: Tensor | None) -> LightningDistError | None:
+    """What the block wrote into gradients counts, and a gradient that it set to None is gone."""
+    refusal, given = None, []
     for slot in group.slots:
-        if slot.held and slot.parameter.grad is not None:
-            full[slot.start : slot.stop].copy_(slot.parameter.grad.detach().reshape(-1))
-            if slot.fragment is not slot.parameter:
-                slot.parameter.grad = None  # of the masters' dtype perhaps; the stand-in follows below
-    group.reduced.copy_(full[group.low : group.high])
+        gradient = slot.parameter.grad
+        if gradient is None or isinstance(gradient, guard.ShardedGradient):
+            if gradient is None and slot.held:
+                group.drop(slot)
+        elif full is not None:
+            place = full[slot.start : slot.stop].view(slot.shape)
+            if place.data_ptr() != gradient.data_ptr():
+                place.copy_(gradient.detach())
+            given.append(slot)
+        elif slot.fragment is not slot.parameter:
+            slot.parameter.grad = None
+            refusal = LightningDistError(
+                f"{slot.name}.grad was set where no averaged gradient is: set gradients after the backward that "
+                "completes an optimizer step, in on_before_optimizer_step for instance"
+            )
+    if full is not None and group.reduced is not None:
+        if full is not group.reduced:
+            group.reduced.copy_(full[group.low : group.high])
+        for slot in given:
+            group.deliver(slot, reduced=True)
+    return refusal
 
 
 def _restore(group: FlatGroup, residency: Residency) -> None:
-    if residency is Residency.RELEASED:
+    if group.row.parameter is Placement.SHARD:
         for slot in group.slots:
             guard.hide(slot.parameter, slot.stand_in)
+        if residency is not Residency.RELEASED:  # what was gathered before the block may be out of date now
+            group.drop_computing_copy()
     else:
-        if group.row.parameter is not Placement.SHARD:
-            if not group.sharded_state:
-                group.axis.broadcast(group.owned, purpose="parameters")
-            group.start_refresh().wait()
+        if not group.sharded_state:
+            group.axis.broadcast(group.owned, purpose="parameters")
+        group.start_refresh().wait()
         for slot, view in zip(group.slots, group.views, strict=True):
             guard.show(slot.parameter, view)
-            slot.version = slot.parameter._version
     for slot in group.slots:
         if slot.held and slot.parameter.grad is None and slot.fragment is not slot.parameter:
             slot.parameter.grad = guard.sharded_gradient(slot.parameter)

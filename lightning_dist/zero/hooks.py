@@ -186,7 +186,7 @@ def _accumulation_node(parameter: nn.Parameter) -> Node:
     """The node of the graph that puts gradients into a parameter.
 
     While a graph of the parameter lives, this is that graph's node. It is asked for anew each time: a node that Python
-    keeps would keep the parameter, its hooks and the whole engine alive, in a cycle through C++ that is never collected.
+    keeps would keep the parameter, its hooks and the engine alive, in a cycle through C++ that is never collected.
     """
     with _trainable(parameter), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         view = parameter.view_as(parameter).grad_fn
