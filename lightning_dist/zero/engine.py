@@ -28,13 +28,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError, LightningDistError, ReleasedParameterError
 from lightning_dist.core.shard import ShardSpec
 from lightning_dist.core.stages import Placement, stage_row
-from lightning_dist.zero import guard
+from lightning_dist.zero import copies, guard
 from lightning_dist.zero.buffers import BufferSync
 from lightning_dist.zero.flat import FlatGroup, Residency, Slot
 from lightning_dist.zero.gather import Gatherer, Unit
@@ -94,6 +95,11 @@ class ZeroEngine:
         self.module, self.mesh, self.stage, self.row = module, mesh, stage, stage_row(stage)
         if accumulate not in ("shard", "local"):
             raise ConfigurationError(f'accumulate="{accumulate}" does not exist; use "shard" or "local"')
+        if any(guard.is_owned(parameter) for parameter in module.parameters()):
+            raise ConfigurationError(
+                "the module is sharded already, by another engine: call that engine's remove() on all ranks before "
+                "constructing a new one"
+            )
         self.shards_each_micro_batch = self.row.gradient is Placement.SHARD and accumulate == "shard"
         refuse_unsupported(module, mesh.device)
         insist_on_equal_modules(module, mesh.rollcall)
@@ -110,6 +116,7 @@ class ZeroEngine:
         self.in_step: StepKind | None = None
         self._held: list[Unit] = []
         self._loading = False
+        self._removed = False
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._hooks = UnitHooks(self)
@@ -150,6 +157,10 @@ class ZeroEngine:
         for slot in self.slots.values():
             guard.own(slot.parameter, self)
             self._handles.append(on_gradient(slot.parameter, self._make_gradient_hook(slot)))
+        copies.install(self.module)
+        insist = register_optimizer_step_pre_hook(_InsistOnAdoption(weakref.ref(self)))
+        self._handles.append(insist)
+        weakref.finalize(self, insist.remove)
 
     def _make_gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         """The hook sees the engine weakly: torch keeps such hooks in C++, where a cycle would never be collected."""
@@ -176,7 +187,16 @@ class ZeroEngine:
             guard.show(parameter, value)
             guard.disown(parameter)
             parameter.grad = None
+        copies.uninstall(self.module)
         self.mesh.rollcall.help_gather = None
+        self._removed = True
+
+    def _insist_on_module(self) -> None:
+        if self._removed:
+            raise LightningDistError(
+                "this engine has given its module back by remove(), so it can neither train nor gather it: construct "
+                "a new ZeroEngine"
+            )
 
     # Steps ----------------------------------------------------------------------------------------------------
 
@@ -194,10 +214,10 @@ class ZeroEngine:
 
     def begin_step(self, kind: StepKind = "train") -> None:
         """Enter a step; ends the last one if that was left open."""
+        self._insist_on_module()
         self.end_step()
         self.in_step = kind
-        for group in self.groups:
-            group.forget_zeroed()
+        self.forget_zeroed()
         self.notice_writes()
         written = [group for group in self.groups if group.masters_written()]
         if written:
@@ -208,6 +228,12 @@ class ZeroEngine:
             unit.calls = unit.open_calls = 0
             if unit.name == ROOT and self.row.parameter is Placement.SHARD:
                 self.hold(unit)
+
+    def forget_zeroed(self) -> None:
+        """Notice gradients that were set to None, and free the buffers behind them."""
+        for group in self.groups:
+            group.forget_zeroed()
+        self.pool.clear()
 
     def notice_writes(self) -> None:
         """Take over what user code wrote into parameters that are shown; local."""
@@ -250,6 +276,7 @@ class ZeroEngine:
                 only sum locally.
             run: how to run backward; ``loss.backward()`` by default.
         """
+        self._insist_on_module()
         if self.in_step is None:
             raise LightningDistError("backward outside a step: call it inside the `with engine.step()` of its forward")
         self.reducer.begin(reducing=sync or self.shards_each_micro_batch)
@@ -285,6 +312,7 @@ class ZeroEngine:
         Raises:
             ConfigurationError: something in `what` is not a parameter of the sharded module.
         """
+        self._insist_on_module()
         units = self._units_of(what)
         if self.in_step is not None and not gradients:
             with gathered_within_step(self, units):
@@ -380,6 +408,7 @@ class ZeroEngine:
             UnsupportedOptimizerError: its update is not elementwise.
             ConfigurationError: it holds a parameter that the module does not have.
         """
+        self._insist_on_module()
         held = [p for g in optimizer.param_groups for p in g["params"]]
         foreign = [p for p in held if p not in self.slots]
         if foreign:
@@ -397,6 +426,7 @@ class ZeroEngine:
         if not any(getattr(hook, "__self__", None) is self for hook in optimizer._optimizer_step_post_hooks.values()):
             optimizer.register_step_pre_hook(self._stepping)
             optimizer.register_step_post_hook(self._stepped)
+            optimizer.zero_grad = _ZeroGrad(self, optimizer)  # type: ignore[method-assign]
 
     def _exchange(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
         slot = self.slots[parameter]
@@ -441,6 +471,32 @@ class ZeroEngine:
         for unit in self._held:  # gathered before this update, and perhaps part of a graph that is still needed
             self.gatherer.gather_anew(unit)
         self.refresh(g for g in self.groups if any(id(slot.fragment) in updated for slot in g.slots))
+
+
+class _InsistOnAdoption:
+    """Looks at every optimizer before its step: on sharded parameters it would find no gradients, and decay weights."""
+
+    def __init__(self, engine: "weakref.ref[ZeroEngine]") -> None:
+        self.engine = engine
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        engine = self.engine()
+        if engine is not None and engine._needs_exchange(p for g in optimizer.param_groups for p in g["params"]):
+            raise LightningDistError(
+                f"{type(optimizer).__name__} holds parameters that are sharded, but was not adopted before its step: "
+                "call engine.adopt(optimizer), or under the Trainer return it from configure_optimizers"
+            )
+
+
+class _ZeroGrad:
+    """``optimizer.zero_grad`` that also frees the buffers behind gradients which it has set to None."""
+
+    def __init__(self, engine: ZeroEngine, optimizer: Optimizer) -> None:
+        self.engine, self.optimizer = engine, optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        type(self.optimizer).zero_grad(self.optimizer, *args, **kwargs)
+        self.engine.forget_zeroed()
 
 
 def shard_state(value: Any, slot: Slot) -> Any:

@@ -356,6 +356,9 @@ class FlatGroup:
                 self.drop(slot)
         if self.sharded_state and not any(slot.held for slot in self.slots):
             self.reduced = None
+            if self.gradient is not None:
+                self.pool.give(self.gradient)
+                self.gradient = None
 
     def local_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps for the group: parameters and gradients as they rest."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +30,17 @@ from lightning_dist.zero.trees import tensors_in
 
 if TYPE_CHECKING:
     from lightning_dist.zero.engine import ZeroEngine
+
+
+class ModuleHook:
+    """A hook of ours on a module, known as such to who copies the module. Compilers call it as it is."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    @_disable_dynamo
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
 
 class UnitHooks:
@@ -51,8 +63,8 @@ class UnitHooks:
             self._after_forward(unit, output)
 
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True),
+            module.register_forward_hook(ModuleHook(after), always_call=True),
         ]
 
     @property

@@ -21,7 +21,7 @@ from lightning_dist.core.errors import UnsupportedOptimizerError
 
 NUM_STEPS = 2
 CUTS = (0, 7, 7, 24)  # pieces of the stand-in's 24 elements; the second one is empty
-_HOOKS = {"step", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+_HOOKS = {"step", "state", "zero_grad", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_shared_storage(module: nn.Module) -> None:
-    """Two parameters over the same memory are tied in one process and would come apart in flat buffers."""
+    """What lies over the same memory is tied in one process and would come apart in flat buffers."""
     spans = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for name, p in module.named_parameters())
     end, last = 0, ""
     for start, size, name in spans:
@@ -55,6 +55,14 @@ def _refuse_shared_storage(module: nn.Module) -> None:
             )
         if size:
             end, last = start + size, name
+    for name, buffer in module.named_buffers():
+        low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
+        for start, size, other in spans:
+            if start < high and low < start + size:
+                raise UnsupportedModelError(
+                    f"buffer {name} shares memory with parameter {other}, from which sharding would part it: give it "
+                    "a copy (`.clone()`), or read the parameter in its place"
+                )
 
 
 def _unsupported(parameter: nn.Parameter, device: torch.device) -> str | None:
@@ -71,6 +79,21 @@ def _unsupported(parameter: nn.Parameter, device: torch.device) -> str | None:
         return f"is on {parameter.device}, but this rank computes on {device}; move the whole module there"
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; use a dense parameter"
+    if _overlaps_itself(parameter):
+        return (
+            f"has several elements over one place in memory (shape {tuple(parameter.shape)}, strides "
+            f"{parameter.stride()}), as after expand(): make it nn.Parameter(values.clone()), or expand it in forward"
+        )
     if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"is of dtype {parameter.dtype}; quantized weights cannot be sharded"
     return None
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two indices lead to one element; strides of dims that do not nest count as such."""
+    reach = 1
+    for stride, size in sorted((st, s) for st, s in zip(tensor.stride(), tensor.shape, strict=True) if s != 1):
+        if stride < reach:
+            return tensor.numel() > 0
+        reach = stride * (size - 1) + reach
+    return False
