@@ -28,7 +28,10 @@ CHANNELS = ("gather", "reduce")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name."""
+    """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name.
+
+    `rollcall`, where there is one, is that of the world: reads that ranks might make alone are announced by it.
+    """
 
     name: str
     size: int
@@ -37,6 +40,7 @@ class Axis:
     groups: dict[str, dist.ProcessGroup]
     backend: str
     ledger: Ledger
+    rollcall: RollCall | None = None
 
     @property
     def p2p(self) -> bool:
@@ -80,6 +84,24 @@ class Axis:
             dist.all_reduce(flat, _OPS[op], group=self.groups["reduce"])
         return flat
 
+    def start_total_parts(self, whole: Tensor, dim: int, split: Split, *, purpose: str) -> tuple[Pending, Tensor]:
+        """Start `total_parts`; its result is valid once waited for."""
+        width = max(split.sizes) * _others(whole, dim)
+        flat = whole.new_empty(self.size * width)
+        for rank, chunk in enumerate(flat.chunk(self.size)):
+            piece = part_of(whole, dim, split, rank)
+            chunk[: piece.numel()].view(piece.shape).copy_(piece)
+            chunk[piece.numel() :].zero_()
+        out = flat.new_empty(width)
+        self._book("reduce_scatter", purpose, flat)
+        staging = flat.new_empty(flat.numel() - width) if self.p2p else None
+        group = self.groups["reduce"]
+        pending = collectives.reduce_scatter(
+            flat, out, group=group, p2p=self.p2p, scale=1.0, staging=staging, add=False
+        )
+        shape = (*whole.shape[:dim], split.sizes[self.rank], *whole.shape[dim + 1 :])
+        return pending, out[: prod(shape)].view(shape)
+
     def start_all_reduce(self, flat: Tensor, *, purpose: str) -> Pending:
         """Start ``flat = sum over ranks``, in place."""
         if self.size == 1:
@@ -102,19 +124,9 @@ class Axis:
         """This rank's part along `dim` of the sum over the ranks of `whole`; finished on return."""
         if self.size == 1:
             return whole
-        width = max(split.sizes) * _others(whole, dim)
-        flat = whole.new_empty(self.size * width)
-        for rank, chunk in enumerate(flat.chunk(self.size)):
-            piece = part_of(whole, dim, split, rank)
-            chunk[: piece.numel()].view(piece.shape).copy_(piece)
-            chunk[piece.numel() :].zero_()
-        out = flat.new_empty(width)
-        self._book("reduce_scatter", purpose, flat)
-        staging = flat.new_empty(flat.numel() - width) if self.p2p else None
-        group = self.groups["reduce"]
-        collectives.reduce_scatter(flat, out, group=group, p2p=self.p2p, scale=1.0, staging=staging, add=False).wait()
-        shape = (*whole.shape[:dim], split.sizes[self.rank], *whole.shape[dim + 1 :])
-        return out[: prod(shape)].view(shape)
+        pending, out = self.start_total_parts(whole, dim, split, purpose=purpose)
+        pending.wait()
+        return out
 
     def broadcast(self, flat: Tensor, *, purpose: str, source: int = 0) -> Tensor:
         """``flat = flat of the axis rank source``, in place and finished on return."""
@@ -210,15 +222,16 @@ class Mesh:
         rank = dist.get_rank()
         ledger = Ledger()
         backend = str(dist.get_backend())
-        axes = {axis: _make_axis(axis, layout, rank, backend, ledger) for axis in AXES}
+        rollcall = RollCall.for_world(backend, ledger)
+        axes = {axis: _make_axis(axis, layout, rank, backend, ledger, rollcall) for axis in AXES}
         axes["world"] = _make_world(axes, layout, rank, backend, ledger)
         device = (
             device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
-        return cls(layout, rank, device, axes, ledger, RollCall.for_world(backend, ledger))
+        return cls(layout, rank, device, axes, ledger, rollcall)
 
 
-def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledger) -> Axis:
+def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledger, rollcall: RollCall) -> Axis:
     position = layout.coordinates(rank)[name]
     size = layout.size(name)
     groups: dict[str, dist.ProcessGroup] = {}
@@ -229,7 +242,7 @@ def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledge
             if rank in ranks:
                 groups[channel] = group
                 mine = tuple(ranks)
-    return Axis(name, size, position, mine, groups, backend, ledger)
+    return Axis(name, size, position, mine, groups, backend, ledger, rollcall)
 
 
 def _make_world(axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger) -> Axis:

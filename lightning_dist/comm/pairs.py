@@ -98,33 +98,47 @@ class _TotalParts(torch.autograd.Function):
 
 def spread(x: Tensor, axis: Axis, *, purpose: str = ACTIVATIONS) -> Tensor:
     """`x` itself, the same on all ranks, about to be used differently on each: their gradients add up."""
-    return x if axis.size == 1 else _Spread.apply(x, axis, purpose)  # type: ignore[no-any-return, no-untyped-call]
+    if axis.size == 1:
+        return x
+    out: Tensor = _Spread.apply(x, axis, purpose)  # type: ignore[no-untyped-call]
+    return out
 
 
 def total(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, on all of them, to be used alike."""
-    return x if axis.size == 1 else _Total.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    if axis.size == 1:
+        return x
+    out: Tensor = _Total.apply(x, axis)  # type: ignore[no-untyped-call]
+    return out
 
 
 def take(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """This rank's part of `x`, which is the same on all ranks."""
-    return x if axis.size == 1 else _Take.apply(x, axis, dim, split)  # type: ignore[no-any-return, no-untyped-call]
+    if axis.size == 1:
+        return x
+    out: Tensor = _Take.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
+    return out
 
 
 def collect(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """The whole from the ranks' parts, to be used alike on all of them."""
-    return x if axis.size == 1 else _Collect.apply(x, axis, dim, split)  # type: ignore[no-any-return, no-untyped-call]
+    if axis.size == 1:
+        return x
+    out: Tensor = _Collect.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
+    return out
 
 
 def collect_for_use(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """The whole from the ranks' parts, to be used differently on each: their gradients add up."""
     if axis.size == 1:
         return x
-    return _CollectForUse.apply(x, axis, dim, split)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _CollectForUse.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
+    return out
 
 
 def total_parts(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """This rank's part of the sum over the ranks."""
     if axis.size == 1:
         return x
-    return _TotalParts.apply(x, axis, dim, split)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _TotalParts.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
+    return out

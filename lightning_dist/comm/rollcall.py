@@ -44,6 +44,8 @@ class Place(IntEnum):
     REFRESH = 15
     BUFFERS = 16
     BACKWARD_BEGIN = 17
+    READ = 18
+    AGREE = 19
 
     @property
     def words(self) -> str:
@@ -68,6 +70,8 @@ _WORDS = {
     Place.REFRESH: "after an optimizer step, spreading updated parameters",
     Place.BUFFERS: "at the beginning of a step, synchronizing buffers",
     Place.STEP_END: "at the end of a step",
+    Place.READ: "reading values of which each tensor-parallel rank holds a part",
+    Place.AGREE: "checking that tensor-parallel ranks agree",
     Place.LOSS: "asking whether the loss is finite on all ranks",
 }
 

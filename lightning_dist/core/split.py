@@ -65,6 +65,12 @@ class Split:
         parts = tuple(tuple((start * inner, stop * inner) for start, stop in runs) for runs in self.parts)
         return Split(parts, tuple(size * inner for size in self.blocks))
 
+    def repeated(self, outer: int) -> "Split":
+        """The split after this dim is merged with one of size `outer` before it: as many times the blocks."""
+        shifts = [index * self.size for index in range(outer)]
+        parts = tuple(tuple((shift + a, shift + b) for shift in shifts for a, b in runs) for runs in self.parts)
+        return Split(parts, self.blocks * outer)
+
     def over(self, inner: int) -> "Split | None":
         """The split after the dim is viewed as (size / inner, inner); None where a part would be torn."""
         edges = [edge for runs in self.parts for run in runs for edge in run] + list(self.blocks)

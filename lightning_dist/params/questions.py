@@ -18,10 +18,30 @@ def _getters(names: Iterable[str]) -> set[object]:
 
 
 QUESTIONS: set[object] = _getters(
-    """
-    dtype device layout requires_grad grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested
-    is_mkldnn is_xpu is_mps itemsize output_nr retains_grad _backward_hooks _version _post_accumulate_grad_hooks
-    """.split()
+    [
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "is_xpu",
+        "is_mps",
+        "itemsize",
+        "output_nr",
+        "retains_grad",
+        "_backward_hooks",
+        "_version",
+        "_post_accumulate_grad_hooks",
+    ]
 ) | {
     vars(torch._C.TensorBase)["grad"].__set__,
     vars(torch._C.TensorBase)["requires_grad"].__set__,

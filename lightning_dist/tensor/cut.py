@@ -1,0 +1,260 @@
+"""`cut_module`: cut a module in place, over the tensor-parallel axis, by the targets of its plan."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_dist.comm import pairs
+from lightning_dist.comm.mesh import Axis
+from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
+from lightning_dist.core.shard import cut_of
+from lightning_dist.core.split import Split, even_split
+from lightning_dist.tensor.layers import SEQUENCE, SIBLINGS, Siblings
+from lightning_dist.tensor.parameter import CutParameter, cut_in_place
+from lightning_dist.tensor.plan import Target, find_targets, linears
+from lightning_dist.tensor.split_tensor import SplitTensor, whole
+from lightning_dist.tensor.styles import Side
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was cut: full names of cut parameters, and of linears that stay whole."""
+
+    cut: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+
+
+def cut_module(
+    module: nn.Module,
+    axis: Axis,
+    *,
+    plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
+) -> Report:
+    """Cut `module` in place; every rank keeps its parts. Collective: rank 0's values are taken on all ranks.
+
+    Args:
+        module: whole on every rank, with the same names and shapes.
+        axis: the tensor-parallel axis.
+        plan: name patterns to styles; by default the module's own, see `plan`.
+        sequence_parallel: divide what lies between the cut layers (norms, dropout, residuals) along the sequence.
+
+    Raises:
+        ConfigurationError: see `find_targets`; a size that cannot be divided (heads); conflicting styles of one weight.
+        UnsupportedModelError: no plan is known for the module; a style that does not fit a module.
+    """
+    targets = find_targets(module, plan)
+    wanted: dict[nn.Parameter, _Wanted] = {}
+    groups: dict[nn.Module, Siblings] = {}
+    for target in targets:
+        for item in _wanted_of(target, axis):
+            known = wanted.setdefault(item.parameter, item)
+            if (known.dim, known.split) != (item.dim, item.split):
+                raise ConfigurationError(
+                    f"{known.name} and {item.name} are the same parameter but would be cut differently (dim "
+                    f'{known.dim} and dim {item.dim}); give both the same style, or "replicate"'
+                )
+    names = {p: n for n, p in module.named_parameters()}
+    for parameter, item in wanted.items():
+        axis.broadcast(parameter.data, purpose="setup")
+        cut = cut_in_place(parameter, axis, item.dim, item.split)
+        if sequence_parallel:
+            cut.__dict__[SEQUENCE] = True
+        if item.reads_shared_input:
+            siblings = groups.setdefault(item.parent, Siblings(axis))
+            siblings.weights.append(cut)
+            cut.__dict__[SIBLINGS] = siblings
+    for parent, siblings in groups.items():
+        parent.register_forward_hook(_Forgetting(siblings), always_call=True)
+    for target in targets:
+        if target.style.experts:
+            _hook_experts(target, axis)
+    held = {p for p in module.parameters() if cut_of(p) is not None}
+    left = [n for n, m in linears(module) if getattr(m, "weight") not in held]  # noqa: B009
+    return Report([names[p] for p in wanted], left)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    name: str
+    parameter: nn.Parameter
+    dim: int
+    split: Split
+    parent: nn.Module
+    reads_shared_input: bool = False
+
+
+def _wanted_of(target: Target, axis: Axis) -> list[_Wanted]:
+    """The parameters that a target cuts."""
+    thing: Any = getattr(target.parent, target.key)
+    kind = target.style
+    if kind.side is Side.NONE:
+        if kind.experts and not isinstance(thing, nn.Module):
+            raise UnsupportedModelError(f"{target.name} is not a module of experts")
+        return []
+    if isinstance(thing, nn.Parameter):
+        return _of_parameter(target, thing, axis)
+    base = getattr(thing, "base_layer", None)  # an adapter (LoRA) around the layer
+    found = _of_layer(
+        target, thing if base is None else base, axis, f"{target.name}{'' if base is None else '.base_layer'}"
+    )
+    if base is not None:
+        found += _of_adapter(target, thing, axis, found[0].split if found else None)
+    return found
+
+
+def _of_parameter(target: Target, parameter: nn.Parameter, axis: Axis) -> list[_Wanted]:
+    """A bare parameter in the order of `F.linear`: (..., out, in), or a bias (out)."""
+    side = target.style.side
+    if parameter.ndim == 1:
+        if side is Side.IN:
+            raise UnsupportedModelError(f"{target.name} has one dim: a rowwise style needs a matrix")
+        dim = 0
+    else:
+        dim = parameter.ndim - (2 if side is Side.OUT else 1)
+    split = _split(target, parameter.shape[dim], axis)
+    return [] if split is None else [_Wanted(target.name, parameter, dim, split, target.parent)]
+
+
+def _of_layer(target: Target, layer: Any, axis: Axis, name: str) -> list[_Wanted]:
+    weight = getattr(layer, "weight", None)
+    turned = type(layer).__name__ == "Conv1D"
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or isinstance(layer, nn.Bilinear):
+        raise UnsupportedModelError(
+            f"{name} is a {type(layer).__name__}; tensor-parallel styles cut linears and embeddings (a matrix called "
+            "weight) or bare parameters"
+        )
+    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+        raise UnsupportedModelError(f"{name}: an embedding with max_norm rescales words in place and cannot be cut")
+    column = target.style.side is Side.OUT
+    dim = int(column == turned)
+    split = _split(target, weight.shape[dim], axis)
+    if split is None:
+        return []
+    linear = not isinstance(layer, nn.Embedding)
+    found = [_Wanted(f"{name}.weight", weight, dim, split, target.parent, column and linear and not turned)]
+    bias = getattr(layer, "bias", None)
+    if column and isinstance(bias, nn.Parameter):
+        found.append(_Wanted(f"{name}.bias", bias, 0, split, target.parent))
+    return found
+
+
+def _of_adapter(target: Target, adapter: Any, axis: Axis, split: Split | None) -> list[_Wanted]:
+    """LoRA's two factors: the one that faces the cut side is cut like the layer, the other stays whole on all ranks."""
+    if split is None:
+        return []
+    column = target.style.side is Side.OUT
+    holder, dim = ("lora_B", 0) if column else ("lora_A", 1)
+    found = []
+    for name, factor in getattr(adapter, holder, {}).items():
+        weight = getattr(factor, "weight", None)
+        if isinstance(factor, nn.Linear) and isinstance(weight, nn.Parameter) and weight.shape[dim] == split.size:
+            found.append(_Wanted(f"{target.name}.{holder}.{name}.weight", weight, dim, split, factor))
+    return found
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------
+
+_HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_attention_head", "nhead")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
+
+
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _split(target: Target, size: int, axis: Axis) -> Split | None:
+    """How `size` indices are divided; None to leave the weight whole (fewer key-value heads than ranks).
+
+    Raises:
+        ConfigurationError: attention heads that do not divide.
+    """
+    unit, kind = _head_unit(target, size), target.style
+    if unit is None:
+        if size % kind.blocks:
+            raise ConfigurationError(f"{target.name}: {size} features are not {kind.blocks} equal blocks")
+        return even_split(size, axis.size, blocks=kind.blocks)
+    head_dim, heads, kv_heads = unit
+    blocks: tuple[int, ...] = (size,)
+    if kind.blocks == 3:
+        blocks = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    for block in blocks:
+        own = block // head_dim
+        if own % axis.size:
+            if own < heads and axis.size % own == 0 and heads % axis.size == 0 and kind.blocks == 1:
+                return None
+            what = "num_attention_heads" if own == heads else "num_key_value_heads"
+            works = [str(n) for n in range(1, own + 1) if own % n == 0 and heads % n == 0]
+            raise ConfigurationError(
+                f"tp={axis.size} does not divide {what}={own} ({target.name}); use tp={', '.join(works)}"
+            )
+    return even_split(size, axis.size, blocks=blocks, unit=head_dim)
+
+
+def _head_unit(target: Target, size: int) -> tuple[int, int, int] | None:
+    """(indices per head, heads, key-value heads) where the target projects to attention heads, else None."""
+    parent = target.parent
+    name = type(parent).__name__.lower()
+    if "attention" not in name and "attn" not in name:
+        return None
+    head_dim, heads = _number(parent, _HEAD_DIM), _number(parent, _HEADS)
+    if head_dim is None and heads is not None and isinstance(getattr(parent, "embed_dim", None), int):
+        head_dim = int(getattr(parent, "embed_dim")) // heads  # noqa: B009
+    if heads is None or head_dim is None:
+        return None
+    kv_heads = _number(parent, _KV_HEADS) or heads
+    if target.style.blocks == 3:
+        return (head_dim, heads, kv_heads) if size == (heads + 2 * kv_heads) * head_dim else None
+    if size == 3 * heads * head_dim:  # query, key and value of one head side by side
+        return 3 * head_dim, heads, heads
+    return (head_dim, heads, kv_heads) if size in (heads * head_dim, kv_heads * head_dim) else None
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Forgetting:
+    siblings: Siblings
+
+    def __call__(self, *_: object) -> None:
+        """The shared input ends with the forward of the module whose linears read it."""
+        self.siblings.forget()
+
+
+def _hook_experts(target: Target, axis: Axis) -> None:
+    """Every rank runs all experts on its part of their inner features; the module's output is a summand."""
+    module = getattr(target.parent, target.key)
+
+    def before(mod: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for parameter in mod.parameters():
+            if isinstance(parameter, CutParameter):
+                parameter.__class__ = nn.Parameter
+        changed: tuple[Any, Any] = pytree.tree_map(enter, (args, kwargs))
+        return changed
+
+    def enter(leaf: Any) -> Any:
+        if isinstance(leaf, SplitTensor):
+            leaf = whole(leaf)
+        return pairs.spread(leaf, axis) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+    def after(mod: nn.Module, args: Any, output: Any) -> Any:
+        for parameter in mod.parameters():
+            if cut_of(parameter) is not None:
+                parameter.__class__ = CutParameter  # type: ignore[assignment]
+        return None if output is None else pytree.tree_map(leave, output)
+
+    def leave(leaf: Any) -> Any:
+        return pairs.total(leaf, axis) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
