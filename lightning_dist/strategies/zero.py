@@ -36,7 +36,7 @@ from lightning_dist.comm import Place
 from lightning_dist.core.errors import ConfigurationError, NonFiniteLossError, mixed_imports_hint
 from lightning_dist.core.stages import stage_row
 from lightning_dist.engine import clip_by_norm, grad_norm, grad_norms, materialize, memory_line, place_buffers
-from lightning_dist.strategies import precision
+from lightning_dist.strategies import averaging, precision
 from lightning_dist.strategies.base import DistributedStrategy, SharedSignal
 from lightning_dist.strategies.loaders import OnUneven, align
 from lightning_dist.zero import ZeroEngine
@@ -106,6 +106,13 @@ class ZeROStrategy(DistributedStrategy):
         if self._engine is None:
             raise ConfigurationError("the model is sharded only after trainer.fit, validate, test or predict has begun")
         return self._engine
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            averaging.prepare(module.trainer, self.mesh, sharded=self.stage == 3)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -182,6 +189,9 @@ class ZeROStrategy(DistributedStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kind: StepKind = "eval"
+        if self.engine.in_step == "train":  # a training step without a backward (statistics for an average)
+            self.engine.meet()
+            self.engine.end_step()
         with self.engine.step(kind):
             return step(*args, **kwargs)
 

@@ -223,6 +223,7 @@ class ZeroEngine:
         if written:
             self.refresh(written)
         self.buffers.sync()
+        self.buffers.stale = kind == "train"  # also if no backward follows; see `backward` else
         self.gatherer.begin(kind)
         for unit in self.units:
             unit.calls = unit.open_calls = 0
