@@ -33,7 +33,9 @@ def full_state_dict(engine: ZeroEngine, module: nn.Module | None = None) -> dict
     engine.notice_writes()
     raw = module.state_dict(keep_vars=True)
     whole: dict[nn.Parameter, Tensor] = {}
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = type(raw)()
+    if hasattr(raw, "_metadata"):  # versions of the modules, which `load_state_dict` of some of them asks for
+        state._metadata = raw._metadata  # type: ignore[attr-defined]
     for key, value in raw.items():
         slot = engine.slots.get(value) if isinstance(value, nn.Parameter) else None
         if slot is None:
