@@ -7,13 +7,15 @@ device, so that hooks which edit a checkpoint run alike everywhere and cost noth
 Optimizer state is keyed as torch keys it: by the number of the parameter in the order of the groups.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dist.comm.parts import join
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.zero.engine import ZeroEngine, shard_state
@@ -91,10 +93,11 @@ def local_optimizer_state(engine: ZeroEngine, optimizer: Optimizer, saved: Mappi
 
 
 def _cut(value: Any, slot: Slot, key: str) -> Any:
-    if isinstance(value, Tensor) and value.ndim and value.shape != slot.shape and value.numel() != 1:
+    shape = slot.group.spec(slot).global_shape
+    if isinstance(value, Tensor) and value.ndim and tuple(value.shape) != shape and value.numel() != 1:
         raise ConfigurationError(
             f"optimizer state {key!r} of {slot.name} has shape {tuple(value.shape)} in the checkpoint, the parameter "
-            f"has {tuple(slot.shape)}: it was written for another model"
+            f"has {shape}: it was written for another model"
         )
     return shard_state(value, slot)
 
@@ -108,15 +111,37 @@ def _plain(value: Any) -> Any:
 
 
 def _collect(engine: ZeroEngine, slot: Slot, piece: Tensor) -> Tensor:
-    """The whole tensor on rank 0's CPU, a meta tensor elsewhere; collective when the state is sharded."""
+    """The whole tensor on rank 0's CPU, a meta tensor elsewhere; collective where it is sharded or cut."""
+    part = _collect_part(engine, slot, piece.detach())
+    cut, tp = slot.cut, engine.mesh.tp
+    if cut is None:
+        return _cpu(part) if engine.mesh.rank == 0 else _on_meta(slot.shape, piece)
+    if part is None:
+        return _on_meta(cut.shape, piece)
+    sizes = [prod(cut.local_shape(rank)) for rank in range(tp.size)]
+    out = torch.empty(sum(sizes), dtype=piece.dtype, device=piece.device) if tp.rank == 0 else None
+    tp.collect(part.reshape(-1), sizes, purpose="checkpoint", out=out)
+    if out is None or engine.mesh.rank:
+        return _on_meta(cut.shape, piece)
+    parts = [flat.view(cut.local_shape(rank)) for rank, flat in enumerate(torch.split(out, sizes))]
+    return join(parts, cut.dim, cut.split).cpu()
+
+
+def _collect_part(engine: ZeroEngine, slot: Slot, piece: Tensor) -> Tensor | None:
+    """The tensor-parallel part on the first data-parallel rank, None on the others."""
     axis, group = engine.mesh.dp, slot.group
-    piece = piece.detach()
     if not group.sharded_state:
-        whole = piece if axis.rank == 0 else torch.empty(slot.shape, dtype=piece.dtype, device="meta")
-        return whole.reshape(slot.shape).cpu().clone() if axis.rank == 0 else whole
+        return piece.reshape(slot.shape) if axis.rank == 0 else None
     sizes = [group.spec(slot, rank).numel for rank in range(axis.size)]
     out = torch.empty(sum(sizes), dtype=piece.dtype, device=piece.device) if axis.rank == 0 else None
     axis.collect(piece, sizes, purpose="checkpoint", out=out)
-    if out is None:
-        return torch.empty(slot.shape, dtype=piece.dtype, device="meta")
-    return out.view(slot.shape).cpu()
+    return None if out is None else out.view(slot.shape)
+
+
+def _on_meta(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+
+
+def _cpu(part: Tensor | None) -> Tensor:
+    assert part is not None
+    return part.cpu().clone() if part.device.type == "cpu" else part.cpu()

@@ -76,7 +76,7 @@ def _powers(pieces: Sequence[Piece], norm_type: float, device: torch.device) -> 
 
 def _over_ranks(engine: ZeroEngine, local: Tensor, norm_type: float) -> Tensor:
     """Add (or take the maximum of) every rank's values, in rank order."""
-    axis = engine.mesh.dp
+    axis = engine.mesh.world
     engine.mesh.rollcall.call(Place.NORM, local.numel())
     everyone = local.new_zeros(axis.size, local.numel())
     everyone[axis.rank] = local

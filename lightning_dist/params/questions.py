@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _getters(names: Iterable[str]) -> set[object]:
@@ -86,6 +86,16 @@ SHAPE_QUESTIONS: dict[object, Callable[..., Any]] = {
     getattr(torch.Tensor, "ndim").__get__: lambda shape: len(shape),  # noqa: B009
 }
 """Answered from the whole shape, as of a contiguous tensor."""
+
+
+CLASS = "_lightning_dist_class"
+"""Attribute of a parameter whose class, when its values are here, is not `nn.Parameter`."""
+
+
+def own_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class of a parameter whose values are here."""
+    kind: type[nn.Parameter] = parameter.__dict__.get(CLASS, nn.Parameter)
+    return kind
 
 
 def shape_of_piece(tensor: Tensor) -> torch.Size:

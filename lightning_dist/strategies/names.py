@@ -6,7 +6,8 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.core.errors import MIXED_IMPORTS, ConfigurationError
-from lightning_dist.core.layout import STRATEGY_NAMES, explain_unknown_name
+from lightning_dist.core.layout import STRATEGY_NAMES, TENSOR_NAMES, ZERO_NAMES, explain_unknown_name
+from lightning_dist.strategies.tensor import TensorParallelStrategy
 from lightning_dist.strategies.zero import ZeROStrategy
 
 
@@ -22,10 +23,11 @@ class _KnownNames(list[str]):
 
 def register() -> None:
     """Add our names to Lightning's registry; calling it again changes nothing."""
-    for name, arguments in STRATEGY_NAMES.items():
-        if name not in StrategyRegistry:
-            description = f"lightning_dist: ZeRO stage {arguments['stage']}"
-            StrategyRegistry.register(name, ZeROStrategy, description, False, **arguments)
+    kinds = ((ZERO_NAMES, ZeROStrategy, "ZeRO"), (TENSOR_NAMES, TensorParallelStrategy, "tensor parallelism"))
+    for names, kind, words in kinds:
+        for name, arguments in names.items():
+            if name not in StrategyRegistry:
+                StrategyRegistry.register(name, kind, f"lightning_dist: {words} {arguments or ''}", False, **arguments)
     listed = type(StrategyRegistry).available_strategies
     answer = lambda: _KnownNames(listed(StrategyRegistry))  # noqa: E731 (an attribute of the instance)
     setattr(StrategyRegistry, "available_strategies", answer)  # noqa: B010 (the type says it is a method)

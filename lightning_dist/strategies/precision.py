@@ -74,7 +74,7 @@ class _SharedUnscale:
     """`GradScaler._unscale_grads_`, with the overflow flag of any rank shown to all."""
 
     def __init__(self, unscale: Callable[..., dict[torch.device, Tensor]], mesh: Mesh) -> None:
-        self.unscale, self.axis, self.rollcall = unscale, mesh.dp, mesh.rollcall
+        self.unscale, self.axis, self.rollcall = unscale, mesh.world, mesh.rollcall
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = self.unscale(*args, **kwargs)

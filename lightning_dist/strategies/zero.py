@@ -39,6 +39,7 @@ from lightning_dist.engine import clip_by_norm, grad_norm, grad_norms, materiali
 from lightning_dist.strategies import averaging, precision
 from lightning_dist.strategies.base import DistributedStrategy, SharedSignal
 from lightning_dist.strategies.loaders import OnUneven, align
+from lightning_dist.strategies.whole import uncut
 from lightning_dist.zero import ZeroEngine
 from lightning_dist.zero.engine import Accumulate, StepKind
 
@@ -126,19 +127,25 @@ class ZeROStrategy(DistributedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         precision.look_beyond_this_rank(self.precision_plugin, self._engine)
-        line = memory_line(self._engine)
+        line = self._line()
         if line != self._said:
             rank_zero_info(line)
             self._said = line
+
+    def _line(self) -> str:
+        """What is said once at setup."""
+        return memory_line(self.engine)
 
     def _shard(self, module: "pl.LightningModule") -> ZeroEngine:
         previous = ZeroEngine.of(module)
         if previous is not None:
             previous.remove()
+        uncut(module)
         plugin = self.precision_plugin
         precision.convert(plugin, module, master_weights=self.master_weights)
         materialize(module)
         place_buffers(module, self.root_device)
+        self._cut(module)
         return ZeroEngine(
             module,
             self.mesh,
@@ -147,6 +154,9 @@ class ZeROStrategy(DistributedStrategy):
             accumulate=self.accumulate,
             prefetch_bytes=self.prefetch_bytes,
         )
+
+    def _cut(self, module: "pl.LightningModule") -> None:
+        """Where parameters are divided in other ways before ZeRO takes them over."""
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:

@@ -6,14 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.comm import pairs
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
-from lightning_dist.core.shard import cut_of
+from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.core.split import Split, even_split
+from lightning_dist.params.questions import CLASS
 from lightning_dist.tensor.layers import SEQUENCE, SIBLINGS, Siblings
-from lightning_dist.tensor.parameter import CutParameter, cut_in_place
+from lightning_dist.tensor.parameter import LIE, CutParameter, cut_in_place
 from lightning_dist.tensor.plan import Target, find_targets, linears
 from lightning_dist.tensor.split_tensor import SplitTensor, whole
 from lightning_dist.tensor.styles import Side
@@ -21,10 +23,11 @@ from lightning_dist.tensor.styles import Side
 
 @dataclass(frozen=True)
 class Report:
-    """What was cut: full names of cut parameters, and of linears that stay whole."""
+    """What was cut: full names of cut parameters, of linears that stay whole, and the hooks that were needed."""
 
     cut: list[str] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
 
 def cut_module(
@@ -58,8 +61,9 @@ def cut_module(
                     f'{known.dim} and dim {item.dim}); give both the same style, or "replicate"'
                 )
     names = {p: n for n, p in module.named_parameters()}
+    for tensor in (*names, *module.buffers()):
+        axis.broadcast(tensor.data, purpose="setup")
     for parameter, item in wanted.items():
-        axis.broadcast(parameter.data, purpose="setup")
         cut = cut_in_place(parameter, axis, item.dim, item.split)
         if sequence_parallel:
             cut.__dict__[SEQUENCE] = True
@@ -67,14 +71,22 @@ def cut_module(
             siblings = groups.setdefault(item.parent, Siblings(axis))
             siblings.weights.append(cut)
             cut.__dict__[SIBLINGS] = siblings
-    for parent, siblings in groups.items():
-        parent.register_forward_hook(_Forgetting(siblings), always_call=True)
+    hooks = [p.register_forward_hook(_Forgetting(siblings), always_call=True) for p, siblings in groups.items()]
     for target in targets:
         if target.style.experts:
-            _hook_experts(target, axis)
+            hooks += _hook_experts(target, axis)
     held = {p for p in module.parameters() if cut_of(p) is not None}
     left = [n for n, m in linears(module) if getattr(m, "weight") not in held]  # noqa: B009
-    return Report([names[p] for p in wanted], left)
+    return Report([names[p] for p in wanted], left, hooks)
+
+
+def uncut_module(module: nn.Module, report: Report) -> None:
+    """Forget that `module` was cut, once its parameters show whole values again."""
+    for hook in report.hooks:
+        hook.remove()
+    for parameter in module.parameters():
+        for attribute in (CUT, CLASS, LIE, SIBLINGS, SEQUENCE):
+            parameter.__dict__.pop(attribute, None)
 
 
 @dataclass(frozen=True)
@@ -231,14 +243,14 @@ class _Forgetting:
         self.siblings.forget()
 
 
-def _hook_experts(target: Target, axis: Axis) -> None:
+def _hook_experts(target: Target, axis: Axis) -> list[RemovableHandle]:
     """Every rank runs all experts on its part of their inner features; the module's output is a summand."""
     module = getattr(target.parent, target.key)
 
     def before(mod: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for parameter in mod.parameters():
             if isinstance(parameter, CutParameter):
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         changed: tuple[Any, Any] = pytree.tree_map(enter, (args, kwargs))
         return changed
 
@@ -250,11 +262,13 @@ def _hook_experts(target: Target, axis: Axis) -> None:
     def after(mod: nn.Module, args: Any, output: Any) -> Any:
         for parameter in mod.parameters():
             if cut_of(parameter) is not None:
-                parameter.__class__ = CutParameter  # type: ignore[assignment]
+                parameter.__class__ = CutParameter
         return None if output is None else pytree.tree_map(leave, output)
 
     def leave(leaf: Any) -> Any:
         return pairs.total(leaf, axis) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),
+    ]

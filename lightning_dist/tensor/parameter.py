@@ -13,11 +13,22 @@ from lightning_dist.comm.mesh import Axis
 from lightning_dist.comm.parts import part_of
 from lightning_dist.core.shard import CUT, Cut, cut_of
 from lightning_dist.core.split import Split
+from lightning_dist.params.fragment import Fragment
+from lightning_dist.params.questions import CLASS
 from lightning_dist.tensor.split_tensor import Lie, SplitTensor
+
+LIE = "lie"
+"""Attribute under which a `SplitTensor` says how its parts lie."""
 
 
 class CutParameter(SplitTensor, nn.Parameter):
     """See the module docstring; made by `cut_in_place`."""
+
+    __hash__ = nn.Parameter.__hash__
+
+    def __eq__(self, other: object) -> bool | Tensor:  # type: ignore[override]
+        """True for what an optimizer holds in its place, so that tables by parameter work; else elementwise."""
+        return True if isinstance(other, Fragment) and other.whole is self else super().__eq__(other)
 
     def __deepcopy__(self, memo: object) -> "CutParameter":
         """A copy of this rank's part, cut alike."""
@@ -40,8 +51,9 @@ def cut_in_place(parameter: nn.Parameter, axis: Axis, dim: int, split: Split) ->
 
 
 def _dress(parameter: nn.Parameter, lie: Lie, cut: Cut) -> CutParameter:
-    parameter.__dict__["lie"] = lie
+    parameter.__dict__[LIE] = lie
     parameter.__dict__[CUT] = cut
+    parameter.__dict__[CLASS] = CutParameter
     parameter.__class__ = CutParameter
     assert isinstance(parameter, CutParameter)
     return parameter

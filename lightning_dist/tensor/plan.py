@@ -1,7 +1,7 @@
 """Which parameter is cut, and how: from the user's plan, the model's own, or the table of module types.
 
-A plan maps name patterns to styles (`styles`). A pattern is a path whose parts may hold ``*`` (one part) and names modules
-or parameters::
+A plan maps name patterns to styles (`styles`). A pattern is a path whose parts may hold ``*`` (one part) and names
+modules or parameters::
 
     {"blocks.*.attn.qkv": "qkv_colwise", "blocks.*.attn.proj": "rowwise", "blocks.*.fc1": "colwise", ...}
 
@@ -158,7 +158,7 @@ def _nothing_known(module: nn.Module) -> str:
     shown = "\n".join(f"  {line}" for line in names[:40]) + ("\n  ..." if len(names) > 40 else "")
     plan = "\n".join(f'    "{k}": "{v}",' for k, v in suggest(module).items())
     return (
-        f"{type(module).__name__} cannot be cut for tensor parallelism: neither a tp_plan, nor a plan of the model itself, "
+        f"{type(module).__name__} cannot be cut for tensor parallelism: neither a tp_plan, nor a plan of the model, "
         f"nor a known module type says how. Its linears (out, in):\n{shown}\n"
         "Pass TensorParallelStrategy(tp_plan=...) or set the attribute tp_plan on the module. A pair of linears is cut "
         '"colwise", then "rowwise"; a suggestion, to be checked against what the code does between them:\n'

@@ -1,8 +1,8 @@
 """How operations act on the parts of a `SplitTensor`: one table from torch functions to rules.
 
-A rule gets what the user's code called and returns what it should see, or `NotImplemented` where this call does not keep
-the parts apart; the operation is then computed on the whole. Dims are counted from the right while operands of different
-ranks meet (``r = ndim - dim``), as broadcasting does.
+A rule gets what the user's code called and returns what it should see, or `NotImplemented` where this call does not
+keep the parts apart; the operation is then computed on the whole. Dims are counted from the right while operands of
+different numbers of dims meet (``r = ndim - dim``), as broadcasting does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_dist.comm import pairs
+from lightning_dist.comm.parts import part_of
 from lightning_dist.core.split import Split
 from lightning_dist.params.questions import without_answers
 from lightning_dist.tensor.draws import local_draws
@@ -22,7 +23,8 @@ from lightning_dist.tensor.layers import SEQUENCE, add_bias, column_parallel, ro
 from lightning_dist.tensor.loss import cross_entropy
 from lightning_dist.tensor.multi_head import multi_head
 from lightning_dist.tensor.parameter import CutParameter
-from lightning_dist.tensor.split_tensor import RULES, Lie, SplitTensor, split_tensor, whole, whole_shape
+from lightning_dist.tensor.split_tensor import RULES as RULES
+from lightning_dist.tensor.split_tensor import Lie, SplitTensor, split_tensor, whole, whole_shape
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -104,6 +106,20 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def data_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`tensor.data`: this rank's part without history; what is written there is written here."""
     return split_tensor(without_answers(args[0]).data, args[0].lie)
+
+
+def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``tensor.data = values``: whole values are cut to match."""
+    target, values = args
+    if not isinstance(target, SplitTensor):
+        return NotImplemented
+    lie = target.lie
+    if isinstance(values, SplitTensor):
+        values = without_answers(values)
+    elif tuple(values.shape) == whole_shape(target):
+        values = part_of(values, lie.dim, lie.split, lie.axis.rank).contiguous()
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(target, values)
 
 
 def drawing(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -605,6 +621,7 @@ def _table() -> dict[Any, Rule]:
     enter(elementwise, torch.empty_like, torch.full_like, torch.special.expit)
     enter(in_place, *_functions(_IN_PLACE, Tensor))
     enter(data_of, getattr(Tensor, "data").__get__)  # noqa: B009 (a descriptor)
+    enter(set_data, vars(torch._C.TensorBase)["data"].__set__)
     enter(drawing, F.dropout, torch.dropout, torch.rand_like, torch.randn_like, F.alpha_dropout)
     enter(reduction, *_functions(_REDUCTIONS, torch, Tensor), torch.linalg.vector_norm)
     enter(along(1), torch.softmax, Tensor.softmax, F.softmax, torch.log_softmax, Tensor.log_softmax, F.log_softmax)

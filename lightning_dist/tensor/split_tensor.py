@@ -35,7 +35,6 @@ from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.split import Split
 from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, without_answers
 
-
 RULES: dict[object, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {}
 """From torch functions to what they do with parts; `rules` fills it."""
 

@@ -28,7 +28,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place
@@ -141,6 +142,7 @@ class ZeroEngine:
                     items,
                     row=self.row,
                     axis=self.mesh.dp,
+                    peers=self.mesh.tp,
                     compute_dtype=compute_dtype,
                     device=self.mesh.device,
                     pool=self.pool,
@@ -158,9 +160,7 @@ class ZeroEngine:
             guard.own(slot.parameter, self)
             self._handles.append(on_gradient(slot.parameter, self._make_gradient_hook(slot)))
         copies.install(self.module)
-        insist = register_optimizer_step_pre_hook(_InsistOnAdoption(weakref.ref(self)))
-        self._handles.append(insist)
-        weakref.finalize(self, insist.remove)
+        self._handles.append(_InsistOnAdoption.register(self))
 
     def _make_gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         """The hook sees the engine weakly: torch keeps such hooks in C++, where a cycle would never be collected."""
@@ -184,7 +184,7 @@ class ZeroEngine:
         for handle in self._handles:
             handle.remove()
         for parameter, value in values.items():
-            guard.show(parameter, value)
+            guard.show(parameter, value, whole=True)
             guard.disown(parameter)
             parameter.grad = None
         copies.uninstall(self.module)
@@ -418,7 +418,7 @@ class ZeroEngine:
                 f"shape {tuple(foreign[0].shape)}: register them as attributes of the module"
             )
         if self._needs_exchange(held):
-            if self.row.optimizer is Placement.SHARD:
+            if self.row.optimizer is Placement.SHARD or any(self.slots[p].cut is not None for p in held):
                 self.state_bytes_per_element = max(
                     self.state_bytes_per_element, probe(optimizer).state_bytes_per_element
                 )
@@ -475,7 +475,19 @@ class ZeroEngine:
 
 
 class _InsistOnAdoption:
-    """Looks at every optimizer before its step: on sharded parameters it would find no gradients, and decay weights."""
+    """Looks at every optimizer before its step: on sharded parameters it would find no gradients, and decay weights.
+
+    torch walks its list of such hooks while a collection may free an engine, so a hook that outlives its engine stays,
+    does nothing, and is removed when the next one is registered.
+    """
+
+    @classmethod
+    def register(cls, engine: ZeroEngine) -> RemovableHandle:
+        """One for this engine, in the place of those whose engines are gone."""
+        hooks = optimizer_hooks._global_optimizer_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, cls) and hook.engine() is None]:
+            del hooks[key]
+        return optimizer_hooks.register_optimizer_step_pre_hook(cls(weakref.ref(engine)))
 
     def __init__(self, engine: "weakref.ref[ZeroEngine]") -> None:
         self.engine = engine
@@ -501,9 +513,9 @@ class _ZeroGrad:
 
 
 def shard_state(value: Any, slot: Slot) -> Any:
-    """This rank's part of optimizer state that has the shape of the parameter; other state as it is."""
-    if not isinstance(value, Tensor) or value.shape != slot.shape or value.ndim == 0:
-        return value
+    """This rank's part of optimizer state that has the (whole) shape of the parameter; other state as it is."""
     spec = slot.group.spec(slot)
-    part = value.detach().reshape(-1)[spec.start : spec.stop].clone()
+    if not isinstance(value, Tensor) or tuple(value.shape) != spec.global_shape or value.ndim == 0:
+        return value
+    part = slot.part_of(value.detach()).reshape(-1)[spec.start : spec.stop].clone()
     return part if slot.group.sharded_state else part.view(slot.shape)

@@ -19,17 +19,20 @@ storage of its own, else it is a view of `compute`.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.mesh import Axis
+from lightning_dist.comm.parts import part_of
 from lightning_dist.core.errors import LightningDistError
-from lightning_dist.core.shard import ShardSpec, overlap, shard_size
+from lightning_dist.core.shard import Cut, ShardSpec, cut_of, overlap, shard_size
 from lightning_dist.core.stages import Placement, StageRow
+from lightning_dist.params.fragment import Fragment
+from lightning_dist.params.questions import shape_of_piece, without_answers
 from lightning_dist.zero import guard
-from lightning_dist.zero.fragment import Fragment
 from lightning_dist.zero.pool import BufferPool
 from lightning_dist.zero.units import NamedParameter
 
@@ -64,6 +67,21 @@ class Slot:
         """The parameter's own name."""
         return self.names[0]
 
+    @property
+    def cut(self) -> Cut | None:
+        """How tensor parallelism has cut the parameter before it came here."""
+        return cut_of(self.parameter)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What this rank's tensor-parallel part is of a tensor that has the parameter's whole shape."""
+        return whole if self.cut is None else part_of(whole, self.cut.dim, self.cut.split, self.cut.rank)
+
+    def whole(self, part: Tensor, *, purpose: str) -> Tensor:
+        """The whole from all tensor-parallel ranks' parts; collective where the parameter is cut."""
+        if self.cut is None:
+            return part
+        return self.group.peers.gather_parts(part, self.cut.dim, self.cut.split, purpose=purpose)
+
 
 class FlatGroup:
     """See the module docstring. `owned` and the fragments exist all the time; `compute` comes and goes in stage 3."""
@@ -74,11 +92,12 @@ class FlatGroup:
         *,
         row: StageRow,
         axis: Axis,
+        peers: Axis,
         compute_dtype: torch.dtype | None,
         device: torch.device,
         pool: BufferPool,
     ) -> None:
-        self.row, self.axis, self.pool = row, axis, pool
+        self.row, self.axis, self.peers, self.pool = row, axis, peers, pool
         first = parameters[0].parameter
         self.master_dtype = first.dtype
         self.compute_dtype = compute_dtype if compute_dtype is not None else first.dtype
@@ -105,9 +124,10 @@ class FlatGroup:
         """Odd-sized parameters go last, so that the others start at aligned addresses."""
         slots: list[Slot] = []
         start = 0
-        for item in sorted(parameters, key=lambda item: item.parameter.numel() % 16 != 0):
-            stop = start + item.parameter.numel()
-            slots.append(Slot(item.names, item.parameter, item.parameter.shape, start, stop, self))
+        for item in sorted(parameters, key=lambda item: shape_of_piece(item.parameter).numel() % 16 != 0):
+            shape = shape_of_piece(item.parameter)
+            stop = start + shape.numel()
+            slots.append(Slot(item.names, item.parameter, shape, start, stop, self))
             start = stop
         return slots
 
@@ -119,7 +139,7 @@ class FlatGroup:
         """Copy rank 0's values into the buffer, make the parameters views of it, and return the owned range."""
         start = torch.zeros(self.padded, dtype=self.master_dtype, device=self.device)
         for slot in self.slots:
-            start[slot.start : slot.stop].copy_(slot.parameter.detach().reshape(-1))
+            start[slot.start : slot.stop].copy_(without_answers(slot.parameter).detach().reshape(-1))
         self.axis.broadcast(start, purpose="setup")
         self.compute.copy_(start)
         for slot, view in zip(self.slots, self.views, strict=True):
@@ -131,6 +151,7 @@ class FlatGroup:
 
     def _make_fragments(self) -> None:
         same = not self.sharded_state and self.compute_dtype == self.master_dtype
+        same = same and all(slot.cut is None for slot in self.slots)
         for slot in self.slots:
             if same:
                 slot.fragment = slot.parameter
@@ -149,8 +170,8 @@ class FlatGroup:
         """How the fragment of a slot on `rank` (default: this one) sits in the global parameter."""
         low, high = (self.low, self.high) if rank is None else self.range_of(rank)
         start, stop = overlap(slot.start, slot.stop, low, high)
-        copies = 1 if self.sharded_state else self.axis.size
-        return ShardSpec(slot.name, tuple(slot.shape), start, stop, copies)
+        copies = (1 if self.sharded_state else self.axis.size) * (self.peers.size if slot.cut is None else 1)
+        return ShardSpec(slot.name, tuple(slot.shape), start, stop, copies, slot.cut)
 
     # Values ---------------------------------------------------------------------------------------------------
 
@@ -247,10 +268,11 @@ class FlatGroup:
     def load(self, slot: Slot, values: Tensor) -> None:
         """Put this rank's part of whole new values into the owned range; local."""
         spec = self.spec(slot)
-        if tuple(values.shape) != spec.shape and values.numel() != spec.shape_numel:
-            raise ValueError(f"{slot.name} has shape {spec.shape}, the new values have {tuple(values.shape)}")
+        if tuple(values.shape) != spec.global_shape and values.numel() != prod(spec.global_shape):
+            raise ValueError(f"{slot.name} has shape {spec.global_shape}, the new values have {tuple(values.shape)}")
         with torch.no_grad():
-            self.piece(self.owned, slot).copy_(values.detach().reshape(-1)[spec.start : spec.stop])
+            values = slot.part_of(values.detach().reshape(spec.global_shape))
+            self.piece(self.owned, slot).copy_(values.reshape(-1)[spec.start : spec.stop])
         self.stale = True
 
     # Gradients ------------------------------------------------------------------------------------------------
@@ -377,23 +399,23 @@ class FlatGroup:
         }
 
 
-def take_over_assignment(slot: Slot, view: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+def take_over_assignment(slot: Slot, view: Tensor, dtypes: Sequence[torch.dtype], *, whole: bool = False) -> None:
     """Undo ``parameter.data = values``: put the values into `view`, the parameter's place, and show that again; local.
 
     Raises:
         LightningDistError: the new data has another shape, or a dtype that is none of `dtypes`; the place keeps its
             values.
     """
-    parameter = slot.parameter
-    if (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype) == (
+    parameter, shown = slot.parameter, without_answers(slot.parameter).detach()
+    if (shown.data_ptr(), shown.shape, shown.stride(), shown.dtype) == (
         view.data_ptr(),
         view.shape,
         view.stride(),
         view.dtype,
     ):
         return
-    new = parameter.detach().clone()  # it may share memory with its place (`p.data = p.data.t()`)
-    guard.show(parameter, view)
+    new = shown.clone()  # it may share memory with its place (`p.data = p.data.t()`)
+    guard.show(parameter, view, whole=whole)
     if new.shape != view.shape or new.dtype not in dtypes:
         raise LightningDistError(
             f"{slot.name}.data was set to a tensor of shape {tuple(new.shape)} and {new.dtype}, but the parameter was "

@@ -6,6 +6,7 @@ exist only inside the block. Within a step they are the computing copies, held u
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_dist.core.errors import LightningDistError
 from lightning_dist.core.stages import Placement
 from lightning_dist.zero import guard
-from lightning_dist.zero.flat import FlatGroup, Residency, take_over_assignment
+from lightning_dist.zero.flat import FlatGroup, Residency, Slot, take_over_assignment
 from lightning_dist.zero.gather import Unit
 
 if TYPE_CHECKING:
@@ -62,25 +63,45 @@ def gathered_outside_step(units: Sequence[Unit], *, gradients: bool, meet: Calla
         raise refusal
 
 
-def _show_masters(group: FlatGroup) -> Tensor:
+@dataclass(frozen=True)
+class _Shown:
+    """What a block sees of a group: its flat buffer in full, and each parameter's values, whole where it is cut."""
+
+    full: Tensor
+    values: list[Tensor]
+
+
+def _in_full(group: FlatGroup, full: Tensor, purpose: str) -> _Shown:
+    parts = [full[slot.start : slot.stop].view(slot.shape) for slot in group.slots]
+    return _Shown(full, [s.whole(part, purpose=purpose) for s, part in zip(group.slots, parts, strict=True)])
+
+
+def _write_back(slot: Slot, shown: _Shown, values: Tensor) -> None:
+    """Put whole values into the flat buffer, where they are not views of it."""
+    if slot.cut is not None:
+        shown.full[slot.start : slot.stop].view(slot.shape).copy_(slot.part_of(values))
+
+
+def _show_masters(group: FlatGroup) -> _Shown:
     in_place = group.row.parameter is not Placement.SHARD and group.compute_dtype == group.master_dtype
     full = group.compute if in_place else _whole(group, group.owned, "parameters")
-    for slot in group.slots:
-        guard.show(slot.parameter, full[slot.start : slot.stop].view(slot.shape))
-    return full
+    shown = _in_full(group, full, "parameters")
+    for slot, values in zip(group.slots, shown.values, strict=True):
+        guard.show(slot.parameter, values, whole=True)
+    return shown
 
 
-def _take_back_masters(group: FlatGroup, full: Tensor) -> LightningDistError | None:
+def _take_back_masters(group: FlatGroup, shown: _Shown) -> LightningDistError | None:
     """Each rank keeps the range that it owns. A refusal is for later: the ranks must first agree again."""
     refusal = None
-    for slot in group.slots:
+    for slot, values in zip(group.slots, shown.values, strict=True):
         try:
-            view = full[slot.start : slot.stop].view(slot.shape)
-            take_over_assignment(slot, view, (group.master_dtype, group.compute_dtype))
+            take_over_assignment(slot, values, (group.master_dtype, group.compute_dtype), whole=True)
         except LightningDistError as error:
             refusal = error
-    if full.data_ptr() != group.compute.data_ptr():
-        group.owned.copy_(full[group.low : group.high])
+        _write_back(slot, shown, values)
+    if shown.full.data_ptr() != group.compute.data_ptr():
+        group.owned.copy_(shown.full[group.low : group.high])
         group.stale = True
     return refusal
 
@@ -93,29 +114,31 @@ def _whole(group: FlatGroup, owned: Tensor, purpose: str) -> Tensor:
     return full
 
 
-def _show_gradients(group: FlatGroup) -> Tensor | None:
+def _show_gradients(group: FlatGroup) -> _Shown | None:
     """Whole averaged gradients. Those of a micro-batch that is not reduced yet stay stand-ins (in stage 0: local)."""
     if group.reduced is None:
         return None
     full = group.reduced if not group.sharded_state else _whole(group, group.reduced, "gradients")
-    for slot in group.slots:
+    shown = _in_full(group, full, "gradients")
+    for slot, values in zip(group.slots, shown.values, strict=True):
         if slot.held and slot.fragment.grad is not None:
-            slot.parameter.grad = full[slot.start : slot.stop].view(slot.shape).to(slot.parameter.dtype)
-    return full
+            slot.parameter.grad = values.to(slot.parameter.dtype)
+    return shown
 
 
-def _take_back_gradients(group: FlatGroup, full: Tensor | None) -> LightningDistError | None:
+def _take_back_gradients(group: FlatGroup, shown: _Shown | None) -> LightningDistError | None:
     """What the block wrote into gradients counts, and a gradient that it set to None is gone."""
     refusal, given = None, []
-    for slot in group.slots:
+    for index, slot in enumerate(group.slots):
         gradient = slot.parameter.grad
         if gradient is None or isinstance(gradient, guard.ShardedGradient):
             if gradient is None and slot.held:
                 group.drop(slot)
-        elif full is not None:
-            place = full[slot.start : slot.stop].view(slot.shape)
+        elif shown is not None:
+            place = shown.values[index]
             if place.data_ptr() != gradient.data_ptr():
                 place.copy_(gradient.detach())
+            _write_back(slot, shown, place)
             given.append(slot)
         elif slot.fragment is not slot.parameter:
             slot.parameter.grad = None
@@ -123,10 +146,12 @@ def _take_back_gradients(group: FlatGroup, full: Tensor | None) -> LightningDist
                 f"{slot.name}.grad was set where no averaged gradient is: set gradients after the backward that "
                 "completes an optimizer step, in on_before_optimizer_step for instance"
             )
-    if full is not None and group.reduced is not None:
-        if full is not group.reduced:
-            group.reduced.copy_(full[group.low : group.high])
+    if shown is not None and group.reduced is not None:
+        if shown.full is not group.reduced:
+            group.reduced.copy_(shown.full[group.low : group.high])
         for slot in given:
+            if slot.cut is not None:
+                slot.parameter.grad = None  # of the whole shape, which the part that is shown next has not
             group.deliver(slot, reduced=True)
     return refusal
 

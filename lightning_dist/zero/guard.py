@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_dist.core.errors import ReleasedParameterError, ShardedGradientError
-from lightning_dist.zero.fragment import Fragment
+from lightning_dist.core.shard import cut_of
+from lightning_dist.params.fragment import Fragment
+from lightning_dist.params.questions import SHAPE_QUESTIONS, own_class, shape_of_piece
 
 _SLOT = "_lightning_dist_slot"
 
@@ -89,10 +91,13 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         """Answer questions about metadata; for anything else ask the owner for the values first."""
         kwargs = kwargs or {}
+        parameter = args[0] if args else None
+        cut = cut_of(parameter)
+        if cut is not None and func in SHAPE_QUESTIONS:
+            return SHAPE_QUESTIONS[func](cut.shape, *args[1:], **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        parameter = args[0] if args else None
         if func is torch.Tensor.__repr__ and isinstance(parameter, nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return (
@@ -144,19 +149,22 @@ def sharded_gradient(parameter: nn.Parameter) -> ShardedGradient:
 
 def released_values(parameter: nn.Parameter) -> Tensor:
     """One NaN, expanded to the parameter's shape: true metadata, and loud should anything read past the guard."""
-    return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    shape = shape_of_piece(parameter)
+    return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(shape)
 
 
 def hide(parameter: nn.Parameter, stand_in: Tensor) -> None:
     """Take the values away from a gathered parameter."""
+    parameter.__class__ = nn.Parameter
     parameter.data = stand_in
     parameter.__class__ = ReleasedParameter
 
 
-def show(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter its values (again)."""
+def show(parameter: nn.Parameter, values: Tensor, *, whole: bool = False) -> None:
+    """Give a parameter its values (again): what this rank has of it, or with `whole` all of a cut one."""
     parameter.__class__ = nn.Parameter
     parameter.data = values
+    parameter.__class__ = nn.Parameter if whole else own_class(parameter)
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_dist.comm.rollcall import Place, RollCall
 from lightning_dist.core.errors import RankMismatchError, UnsupportedModelError
+from lightning_dist.params.questions import without_answers
 
 
 def insist_on_equal_modules(module: nn.Module, rollcall: RollCall) -> None:
@@ -45,7 +46,8 @@ def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
 
 def _refuse_shared_storage(module: nn.Module) -> None:
     """What lies over the same memory is tied in one process and would come apart in flat buffers."""
-    spans = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for name, p in module.named_parameters())
+    pieces = [(without_answers(p).detach(), name) for name, p in module.named_parameters()]
+    spans = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for p, name in pieces)
     end, last = 0, ""
     for start, size, name in spans:
         if size and start < end:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 VOCAB, TOKENS, SAMPLES = 37, 8, 4
-SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB)
-DECODER = dict(**SIZES, intermediate_size=24, num_key_value_heads=2, max_position_embeddings=32, head_dim=4)
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+DECODER = {**SIZES, "intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 4}
 
 
 class AllInFloat64(TorchFunctionMode):
