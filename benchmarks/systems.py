@@ -48,6 +48,7 @@ class System(ABC):
     resident: float
     needs: tuple[str, ...] = ("transformers.models.llama.modeling_llama",)
     averages_gradients = True
+    whole_batch = False  # every rank computes the global batch (tensor parallelism)
 
     def require(self) -> None:
         """Import what the system needs; an error here means that it is not available."""
@@ -306,6 +307,114 @@ class Ours(System):
         return Training(step, ledger_bytes=mesh.ledger.total)
 
 
+class TensorParallel(System):
+    """lightning_dist's cut module in a plain loop; the model's own plan."""
+
+    stage, resident, whole_batch = "tp", 2.2, True
+    needs = (*System.needs, "lightning_dist.tensor")
+
+    def __init__(self, *, sequence_parallel: bool) -> None:
+        self._sequence_parallel = sequence_parallel
+        self.name = "tp-sp" if sequence_parallel else "tp"
+        self.label = "lightning_dist tp" + (", sequence parallel" if sequence_parallel else "")
+
+    def prepare(self, model: nn.Module, job: Job) -> Training:
+        import torch
+
+        from lightning_dist.comm import Mesh
+        from lightning_dist.core.allocator import keep_freed_memory
+        from lightning_dist.core.layout import Layout
+        from lightning_dist.tensor import cut_module
+        from lightning_dist.zero import ZeroEngine
+
+        keep_freed_memory()  # as our strategies do on the CPU
+        mesh = Mesh.from_world(Layout(tp=job.world_size))
+        cut_module(model, mesh.tp, sequence_parallel=self._sequence_parallel)
+        compute_dtype = torch.bfloat16 if job.precision == "bf16-mixed" else None
+        engine = ZeroEngine(model, mesh, stage=0, compute_dtype=compute_dtype)
+        optimizer = adamw(model, job)
+        engine.adopt(optimizer)
+
+        def step(tokens: Tensor) -> Tensor:
+            with engine.step():
+                loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Training(step, ledger_bytes=mesh.ledger.total)
+
+
+class DTensorParallel(System):
+    """torch's parallelize_module: linears by pairs, embedding and head too, the loss from sharded logits."""
+
+    stage, resident, whole_batch = "tp", 2.4, True
+
+    def __init__(self, *, sequence_parallel: bool) -> None:
+        self._sequence_parallel = sequence_parallel
+        self.name = "dtensor-sp" if sequence_parallel else "dtensor"
+        self.label = "torch DTensor" + (", sequence parallel" if sequence_parallel else "")
+
+    def prepare(self, model: nn.Module, job: Job) -> Training:
+        import torch
+        import torch.nn.functional as F
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            ParallelStyle,
+            PrepareModuleInput,
+            RowwiseParallel,
+            SequenceParallel,
+            loss_parallel,
+            parallelize_module,
+        )
+
+        mesh = init_device_mesh("cpu", (job.world_size,))
+        plan: dict[str, ParallelStyle] = {}
+        if self._sequence_parallel:
+            whole, split = Replicate(), Shard(1)
+            plan["model.embed_tokens"] = RowwiseParallel(input_layouts=whole, output_layouts=split)
+            plan["model.norm"] = SequenceParallel()
+            plan["lm_head"] = ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False)
+        else:
+            split = Replicate()
+            plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+            plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        for index in range(job.size.layers):
+            layer = f"model.layers.{index}"
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+                plan[f"{layer}.{name}"] = ColwiseParallel()
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                plan[f"{layer}.{name}"] = RowwiseParallel(output_layouts=split)
+            if self._sequence_parallel:
+                plan[f"{layer}.input_layernorm"] = plan[f"{layer}.post_attention_layernorm"] = SequenceParallel()
+                plan[f"{layer}.self_attn"] = PrepareModuleInput(
+                    input_kwarg_layouts={"hidden_states": split}, desired_input_kwarg_layouts={"hidden_states": whole}
+                )
+                plan[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,))
+        parallelize_module(model, mesh, plan)
+        kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False)]
+        groups = [{"params": kind} for kind in kinds if kind]  # fused AdamW does not take both kinds at once
+        optimizer = torch.optim.AdamW(groups, **adamw_settings(job))
+        vocabulary = job.size.vocabulary
+
+        def step(tokens: Tensor) -> Tensor:
+            positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+            with loss_parallel(), autocast(job):
+                logits = model(input_ids=tokens, position_ids=positions).logits
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+                loss.backward()  # type: ignore[no-untyped-call]
+            assert logits.shape[-1] == vocabulary
+            optimizer.step()
+            optimizer.zero_grad()
+            full: Tensor = loss.detach().full_tensor() if hasattr(loss, "full_tensor") else loss.detach()
+            return full
+
+        return Training(step)
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(model.get_submodule("model.layers").children())
 
@@ -326,6 +435,8 @@ SYSTEMS: dict[str, System] = {
         DeepSpeed(2),
         DeepSpeed(3),
         DeepSpeed(3, release=True),
+        *(TensorParallel(sequence_parallel=on) for on in (False, True)),
+        *(DTensorParallel(sequence_parallel=on) for on in (False, True)),
     )
 }
 BASE = "ddp"

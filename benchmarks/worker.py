@@ -115,7 +115,8 @@ class _Rank:
         dist.init_process_group("gloo", store=store, rank=assignment.rank, world_size=self._job.world_size)
         self._barrier: Callable[[], None] = dist.barrier
         self._leave: Callable[[], None] = dist.destroy_process_group
-        self._stream = TokenStream(self._job, assignment.rank)
+        whole_batch = SYSTEMS[assignment.system].whole_batch
+        self._stream = TokenStream(self._job, None if whole_batch else assignment.rank)
         self._steps_taken = 0
 
     def _batches(self, steps: int) -> list[Tensor]:

@@ -113,13 +113,13 @@ def build_model(job: Job) -> LlamaForCausalLM:
 
 
 class TokenStream:
-    """The rank's rows of the global batch of each step, a pure function of (seed, step)."""
+    """The rank's rows (with None all rows) of the global batch of each step, a pure function of (seed, step)."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: Job, rank: int | None) -> None:
         import torch
 
         self._job = job
-        self._rows = slice(rank * job.micro_batch, (rank + 1) * job.micro_batch)
+        self._rows = slice(None) if rank is None else slice(rank * job.micro_batch, (rank + 1) * job.micro_batch)
         self._weights: torch.Tensor = 1.0 / (torch.arange(job.size.vocabulary, dtype=torch.float64) + 10.0)
 
     def batch(self, step: int) -> Tensor:
