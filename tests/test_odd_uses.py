@@ -226,3 +226,78 @@ def test_nothing_outlives_the_module(stage: int) -> None:
     del engine, optimizer, model
     gc.collect()
     assert [ref() for ref in left] == [None] * 4
+
+
+class Breaks(torch.autograd.Function):
+    """Passes its input on, and fails in backward when told to."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if Breaks.broken:
+            raise FloatingPointError("on purpose")
+        return gradient
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("sync", (True, False))
+def test_training_goes_on_after_a_backward_that_failed(stage: int, sync: bool) -> None:
+    """What had arrived before the failure, on all ranks alike, is no part of the next gradient."""
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return model[2](Breaks.apply(model[1](model[0](x)))).pow(2).mean()  # type: ignore[index,no-any-return]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]).double()
+
+    model, reference = build(), build()
+    engine = ZeroEngine(model, Mesh.from_world(Layout(dp=2)), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.adopt(optimizer)
+    x = torch.arange(12.0).double().view(2, 6) / 12
+    Breaks.broken = True
+    with pytest.raises(FloatingPointError), engine.step():
+        engine.backward(losses(model, x), sync=sync)
+    Breaks.broken = False
+    optimizer.zero_grad()
+    with engine.step():
+        engine.backward(losses(model, x))
+    optimizer.step()
+    losses(reference, x).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    with engine.gathered(model):
+        got = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert_same_weights(got, {n: p.detach() for n, p in reference.named_parameters()})
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", (1, 3))
+def test_backwards_that_fail_at_different_points(stage: int) -> None:
+    """What one rank has begun to send cannot be taken back: the ranks say so in place of hanging."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]).double()
+    engine = ZeroEngine(model, Mesh.from_world(Layout(dp=2)), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.adopt(optimizer)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    with engine.step():
+        engine.backward(model(x).sum())  # from now on the order of reductions is known
+    optimizer.zero_grad()
+    place = 1 if rank() == 0 else 3
+    engine.begin_step()
+    y = x
+    for index, layer in enumerate(model):
+        y = Breaks.apply(layer(y)) if index == place else layer(y)
+    Breaks.broken = True
+    with pytest.raises((FloatingPointError, RankMismatchError)):
+        engine.backward(y.sum())
+    Breaks.broken = False
+    with pytest.raises(RankMismatchError):
+        engine.backward(model(x).sum())

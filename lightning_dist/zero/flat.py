@@ -374,7 +374,9 @@ class FlatGroup:
     def forget_zeroed(self) -> None:
         """Notice gradients that the user or an optimizer set to None since they were delivered."""
         for slot in self.slots:
-            if slot.held and (slot.fragment.grad is None or slot.parameter.grad is None):
+            if not slot.held:  # what arrived in a backward that failed was never delivered
+                slot.arrived = slot.summed = False
+            elif slot.fragment.grad is None or slot.parameter.grad is None:
                 self.drop(slot)
         if self.sharded_state and not any(slot.held for slot in self.slots):
             self.reduced = None

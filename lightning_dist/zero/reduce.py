@@ -34,10 +34,15 @@ class Reducer:
         self.groups = list(groups)
         self.rollcall = rollcall
         self.running = False
+        self._failed = False
+        self._in_flight: deque[Pending] = deque()
+        self._launched: set[int] = set()
         self._orders: dict[tuple[int, ...], list[int]] = {}
 
     def begin(self, *, reducing: bool) -> None:
         """A backward begins; with `reducing` its gradients go to the ranks, else they are only summed here."""
+        if self._failed:
+            self._settle()
         self.running, self.reducing = True, reducing
         for group in self.groups:
             group.forget_zeroed()
@@ -56,8 +61,7 @@ class Reducer:
         self._completed: list[int] = []
         self._awaited = {i: {s for s in self.groups[i].slots if s.parameter.requires_grad} for i in self._active}
         self._index = {id(self.groups[i]): i for i in self._active}
-        self._launched: set[int] = set()
-        self._in_flight: deque[Pending] = deque()
+        self._launched.clear()
 
     def take(self, slot: Slot) -> bool:
         """Autograd has put a gradient into a parameter. Returns whether its group now has all of them.
@@ -145,5 +149,21 @@ class Reducer:
             self._orders[tuple(self._active)] = order
 
     def abort(self) -> None:
-        """An exception ended backward: drop what is under way, so that a later step starts clean."""
+        """An exception ended backward. Reductions that are under way are waited for when another one begins."""
+        self._failed |= self.running
         self.running = False
+
+    def _settle(self) -> None:
+        """Bring reductions to an end that a failed backward has left: peers have started them too, or none can go on.
+
+        Raises:
+            RankMismatchError: the ranks failed at different points.
+        """
+        self.rollcall.call(
+            Place.BACKWARD_BEGIN,
+            -1 - len(self._launched),
+            what=f"after one that failed with {len(self._launched)} reductions started",
+        )
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        self._failed = False
