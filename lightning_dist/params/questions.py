@@ -51,7 +51,6 @@ QUESTIONS: set[object] = _getters(
     torch.Tensor.is_complex,
     torch.Tensor.is_signed,
     torch.Tensor.requires_grad_,
-    torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad,
     torch.Tensor.untyped_storage,

@@ -141,8 +141,9 @@ class TensorParallelStrategy(ZeROStrategy):
                 f"tensor-parallel peers (ranks {', '.join(map(str, self.mesh.tp.ranks))} here"
                 f"{'' if len(set(mine)) > 1 else ', which agree; others do not'}) got different batches in {loop}: "
                 "they compute one replica together and need the same samples and the same augmentation. Give the "
-                "dataloader of this loop a sampler with trainer.strategy.distributed_sampler_kwargs, or let Lightning do "
-                "it (use_distributed_sampler=True), and seed random transforms alike (seed_everything(..., workers=True))"
+                "dataloader of this loop a sampler with trainer.strategy.distributed_sampler_kwargs, or let Lightning "
+                "do it (use_distributed_sampler=True), and seed random transforms alike "
+                "(seed_everything(..., workers=True))"
             )
 
     @override

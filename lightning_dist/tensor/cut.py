@@ -17,7 +17,7 @@ from lightning_dist.params.questions import CLASS
 from lightning_dist.tensor.layers import SEQUENCE, SIBLINGS, Siblings
 from lightning_dist.tensor.parameter import LIE, CutParameter, cut_in_place
 from lightning_dist.tensor.plan import Target, find_targets, linears
-from lightning_dist.tensor.split_tensor import SplitTensor, whole
+from lightning_dist.tensor.split_tensor import WRITABLE, SplitTensor, whole
 from lightning_dist.tensor.styles import Side
 
 
@@ -85,7 +85,7 @@ def uncut_module(module: nn.Module, report: Report) -> None:
     for hook in report.hooks:
         hook.remove()
     for parameter in module.parameters():
-        for attribute in (CUT, CLASS, LIE, SIBLINGS, SEQUENCE):
+        for attribute in (CUT, CLASS, LIE, SIBLINGS, SEQUENCE, WRITABLE):
             parameter.__dict__.pop(attribute, None)
 
 

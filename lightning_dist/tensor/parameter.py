@@ -15,7 +15,7 @@ from lightning_dist.core.shard import CUT, Cut, cut_of
 from lightning_dist.core.split import Split
 from lightning_dist.params.fragment import Fragment
 from lightning_dist.params.questions import CLASS
-from lightning_dist.tensor.split_tensor import Lie, SplitTensor
+from lightning_dist.tensor.split_tensor import WRITABLE, Lie, SplitTensor
 
 LIE = "lie"
 """Attribute under which a `SplitTensor` says how its parts lie."""
@@ -53,6 +53,7 @@ def cut_in_place(parameter: nn.Parameter, axis: Axis, dim: int, split: Split) ->
 def _dress(parameter: nn.Parameter, lie: Lie, cut: Cut) -> CutParameter:
     parameter.__dict__[LIE] = lie
     parameter.__dict__[CUT] = cut
+    parameter.__dict__[WRITABLE] = True
     parameter.__dict__[CLASS] = CutParameter
     parameter.__class__ = CutParameter
     assert isinstance(parameter, CutParameter)

@@ -24,8 +24,9 @@ from lightning_dist.tensor.loss import cross_entropy
 from lightning_dist.tensor.multi_head import multi_head
 from lightning_dist.tensor.parameter import CutParameter
 from lightning_dist.tensor.split_tensor import RULES as RULES
-from lightning_dist.tensor.split_tensor import Lie, SplitTensor, split_tensor, whole, whole_shape
+from lightning_dist.tensor.split_tensor import WRITABLE, Lie, SplitTensor, split_tensor, whole, whole_shape
 
+_DATA = getattr(Tensor, "data").__get__  # noqa: B009 (a descriptor)
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Rule = Callable[[Any, Args, Kwargs], Any]
@@ -56,6 +57,8 @@ def _matched(operand: Tensor, like: Lie, r: int) -> Tensor | None:
 
 def shared(operand: Tensor, like: Lie) -> Tensor:
     """An operand that every rank uses whole beside its own part: its gradients are summed."""
+    if isinstance(operand, SplitTensor):
+        operand = whole(operand)
     if not operand.requires_grad:
         return operand
     return pairs.spread(operand, like.axis, purpose=pairs.SHARED_GRADIENTS)
@@ -103,9 +106,21 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return target
 
 
+def casting(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`to` and `type_as`: another tensor gives no more than its dtype and device."""
+    x, *rest = (without_answers(arg) if isinstance(arg, SplitTensor) else arg for arg in args)
+    named = {k: without_answers(v) if isinstance(v, SplitTensor) else v for k, v in kwargs.items()}
+    out = func(x, *rest, **named)
+    return split_tensor(out, args[0].lie) if isinstance(args[0], SplitTensor) else out
+
+
 def data_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`tensor.data`: this rank's part without history; what is written there is written here."""
-    return split_tensor(without_answers(args[0]).data, args[0].lie)
+    """`tensor.data` and `detach`: this rank's part without history; what is written there is written here."""
+    part = without_answers(args[0])
+    data = split_tensor(part.detach() if func is not _DATA else part.data, args[0].lie)
+    if WRITABLE in args[0].__dict__:
+        data.__dict__[WRITABLE] = True
+    return data
 
 
 def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -120,6 +135,26 @@ def set_data(func: Any, args: Args, kwargs: Kwargs) -> Any:
         values = part_of(values, lie.dim, lie.split, lie.axis.rank).contiguous()
     with torch._C.DisableTorchFunctionSubclass():
         return func(target, values)
+
+
+def hooking(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`register_hook`: the hook sees the gradient as the tensor is seen, and may return another one."""
+    x, hook = (*args, *kwargs.values())[:2]
+    lie, ndim = x.lie, _ndim(x)
+
+    def seen(gradient: Tensor) -> Tensor | None:
+        result = hook(split_tensor(gradient, lie))
+        return None if result is None else _matched(result, lie, ndim - lie.dim)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x, seen)
+
+
+def dropping(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Dropout; where nothing is dropped, no numbers are drawn."""
+    given = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
+    draws = given.get("training", True) and given.get("p", 0.5) > 0
+    return (drawing if draws else elementwise)(func, args, kwargs)
 
 
 def drawing(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -139,12 +174,19 @@ def _dims(value: Any, ndim: int) -> list[int] | None:
     return [d % ndim for d in dims]
 
 
-def reduction(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Over dims that are not divided."""
+def reduction(position: int) -> Rule:
+    """Over dims that are not divided, given as argument number `position` or by name."""
+
+    def rule(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        return _reduce(func, args, kwargs, kwargs.get("dim", args[position] if len(args) > position else None))
+
+    return rule
+
+
+def _reduce(func: Any, args: Args, kwargs: Kwargs, value: Any) -> Any:
     x = args[0]
     if not isinstance(x, SplitTensor) or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(args[1:])):
         return NotImplemented
-    value = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if value is None or isinstance(value, bool):
         return NotImplemented
     ndim = _ndim(x)
@@ -475,9 +517,9 @@ def repeat_interleave(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def matmul(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Batches and heads side by side; rows of the left, columns of the right; or a sum over the divided dim."""
-    a, b = args
-    if kwargs or _ndim(a) < 2 or _ndim(b) < 2:
+    if kwargs or len(args) != 2 or _ndim(args[0]) < 2 or _ndim(args[1]) < 2:
         return NotImplemented
+    a, b = args
     first = a if isinstance(a, SplitTensor) else b
     lie, r = first.lie, _ndim(first) - first.lie.dim
     if r >= 3:
@@ -593,7 +635,7 @@ _BINARY = """
     eq ne lt le gt ge logical_and logical_or bitwise_and bitwise_or atan2 fmod subtract multiply divide
 """
 _METHODS = """
-    float double half bfloat16 to type_as clone contiguous detach bool int long type __add__ __radd__ __sub__ __rsub__
+    float double half bfloat16 clone contiguous bool int long type __add__ __radd__ __sub__ __rsub__
     __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __and__ __or__ __invert__ __floordiv__ __mod__ cpu cuda
 """
@@ -602,7 +644,7 @@ _IN_PLACE = """
     __imul__ __itruediv__ sqrt_ rsqrt_ square_ abs_
 """
 _ACTIVATIONS = "gelu silu relu elu selu leaky_relu softplus mish hardswish hardtanh relu6 celu logsigmoid softsign"
-_REDUCTIONS = "sum mean amax amin var std prod any all norm logsumexp argmax argmin max min topk sort"
+_REDUCTIONS = "sum mean amax amin var std prod any all logsumexp argmax argmin max min sort"
 
 
 def _functions(names: str, *homes: Any) -> list[Any]:
@@ -620,10 +662,14 @@ def _table() -> dict[Any, Rule]:
     enter(elementwise, *_functions(_ACTIVATIONS + " tanh sigmoid", F), torch.zeros_like, torch.ones_like)
     enter(elementwise, torch.empty_like, torch.full_like, torch.special.expit)
     enter(in_place, *_functions(_IN_PLACE, Tensor))
-    enter(data_of, getattr(Tensor, "data").__get__)  # noqa: B009 (a descriptor)
+    enter(data_of, _DATA, Tensor.detach, torch.detach)
+    enter(casting, Tensor.to, Tensor.type_as)
     enter(set_data, vars(torch._C.TensorBase)["data"].__set__)
-    enter(drawing, F.dropout, torch.dropout, torch.rand_like, torch.randn_like, F.alpha_dropout)
-    enter(reduction, *_functions(_REDUCTIONS, torch, Tensor), torch.linalg.vector_norm)
+    enter(dropping, F.dropout, torch.dropout, F.alpha_dropout)
+    enter(drawing, torch.rand_like, torch.randn_like)
+    enter(hooking, Tensor.register_hook)
+    enter(reduction(1), *_functions(_REDUCTIONS, torch, Tensor))
+    enter(reduction(2), *_functions("norm topk", torch, Tensor), torch.linalg.vector_norm)
     enter(along(1), torch.softmax, Tensor.softmax, F.softmax, torch.log_softmax, Tensor.log_softmax, F.log_softmax)
     enter(along(1), torch.cumsum, Tensor.cumsum)
     enter(along(2, 1), F.normalize)

@@ -67,6 +67,8 @@ class SplitTensor(Tensor):
         if func in QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if kwargs:
+            args, kwargs = _in_usual_words(args, kwargs)
         if func in SHAPE_QUESTIONS and isinstance(args[0], SplitTensor):
             return SHAPE_QUESTIONS[func](whole_shape(args[0]), *args[1:], **kwargs)
         if any(kind not in (Tensor, torch.nn.Parameter) and not issubclass(kind, cls) for kind in types):
@@ -75,6 +77,7 @@ class SplitTensor(Tensor):
         if rule is not None:
             result = rule(func, args, kwargs)
             if result is not NotImplemented:
+                _still_writable(args, result)
                 return result
         return on_the_whole(func, args, kwargs)
 
@@ -110,35 +113,74 @@ def whole(tensor: SplitTensor) -> Tensor:
     return pairs.collect(without_answers(tensor), lie.axis, lie.dim, lie.split)
 
 
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+_FIRST = ("input", "tensor")
+
+
+def _in_usual_words(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """NumPy's names, which torch takes too, as torch's; a first operand that is given by name in its place."""
+    if not _ALIASES.keys().isdisjoint(kwargs):
+        kwargs = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    if not args:
+        name = next((name for name in _FIRST if isinstance(kwargs.get(name), Tensor)), None)
+        if name is not None:
+            args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+    return args, kwargs
+
+
 _FREE = {torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full}
 _FREE |= {torch.Tensor.new_tensor}
 """Functions that take no more than dtype and device from the tensor."""
 
 
+_COMPOUND = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_COMPOUND.add("__setitem__")
+
+
 def on_the_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Compute on whole tensors, on all ranks alike."""
-    if func in _FREE:
-        return func(without_answers(args[0]), *args[1:], **kwargs)
+    first = args[0] if args else None
+    if func in _FREE and isinstance(first, SplitTensor):
+        return func(without_answers(first), *args[1:], **kwargs)
     parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SplitTensor)]
     name = getattr(func, "__name__", str(func))
-    if name.endswith("_") and not name.endswith("__") and parts and parts[0] is args[0]:
-        return _in_place(func, args, kwargs)
     axis = parts[0].lie.axis
     if axis.rollcall is not None:
         axis.rollcall.call(Place.READ, what=f"for {name}")
+    out = kwargs.get("out")
+    if isinstance(out, SplitTensor):
+        copy = whole(out).detach().clone()
+        func(*args, **{**kwargs, "out": copy})
+        _write(out, copy)
+        return out
+    if writes(name) and isinstance(first, SplitTensor):
+        return _in_place(func, args, kwargs)
     _mention(name, parts[0])
     args, kwargs = pytree.tree_map(lambda leaf: whole(leaf) if isinstance(leaf, SplitTensor) else leaf, (args, kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if isinstance(first, SplitTensor) and WRITABLE in first.__dict__:
+        return seen_through(result, args[0], first)
+    return result
+
+
+def writes(name: str) -> bool:
+    """Whether a function of this name changes its first operand."""
+    return name in _COMPOUND or (name.endswith("_") and not name.endswith("__"))
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Write through the whole tensor into this rank's part."""
     target: SplitTensor = args[0]
+    copy = whole(target).clone()
+    result = func(copy, *args[1:], **kwargs)
+    _write(target, copy)
+    return None if result is None else target
+
+
+def _write(target: SplitTensor, values: Tensor) -> None:
     lie = target.lie
-    written = func(whole(target).clone(), *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        target.copy_(pairs.take(written, lie.axis, lie.dim, lie.split))
-    return target
+        target.copy_(pairs.take(values, lie.axis, lie.dim, lie.split))
 
 
 def _mention(name: str, tensor: SplitTensor) -> None:
@@ -149,3 +191,62 @@ def _mention(name: str, tensor: SplitTensor) -> None:
             f"{tensor.lie.axis.name}: its parts are collected for it on every rank",
             stacklevel=5,
         )
+
+
+WRITABLE = "_lightning_dist_writable"
+"""Attribute of the parts of parameters, and of what shares their memory: writes through views of them must arrive."""
+
+
+class View(Tensor):
+    """A view of a whole that was collected from a parameter's parts: what is written into it goes to the parts.
+
+    So ``weight.data[padding_idx].zero_()`` and ``weight.view(-1)[:3] = 0`` mean what they mean for a plain parameter.
+    """
+
+    collected: Tensor
+    source: SplitTensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As of a plain tensor; after a write the parts are written too, and a view of a view is one."""
+        args, kwargs = args, kwargs or {}
+        first = args[0] if args else None
+        plain_args, plain_kwargs = pytree.tree_map(
+            lambda leaf: without_answers(leaf) if isinstance(leaf, View) else leaf, (args, kwargs)
+        )
+        result = func(*plain_args, **plain_kwargs)
+        if not isinstance(first, View):
+            return result
+        if writes(getattr(func, "__name__", "")):
+            _write(first.source, first.collected)
+            return None if result is None else first
+        return seen_through(result, first.collected, first.source)
+
+
+def _still_writable(args: tuple[Any, ...], result: Any) -> None:
+    """What a rule made of a parameter's part shares its memory, or does not."""
+    first = args[0] if args else None
+    if isinstance(first, SplitTensor) and WRITABLE in first.__dict__:
+        for view in result if isinstance(result, tuple) else (result,):
+            if isinstance(view, SplitTensor) and view is not first and _same_memory(view, first):
+                view.__dict__[WRITABLE] = True
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def seen_through(result: Any, collected: Tensor, source: SplitTensor) -> Any:
+    """`result` itself, or a `View` where it lies in the memory of `collected`, the whole of `source`."""
+    if type(result) in (tuple, list):
+        return type(result)(seen_through(piece, collected, source) for piece in result)
+    if not isinstance(result, Tensor) or isinstance(result, SplitTensor) or not result.numel():
+        return result
+    if (torch.is_grad_enabled() and result.requires_grad) or not _same_memory(result, collected):
+        return result
+    view = result.as_subclass(View)
+    view.collected, view.source = collected, source
+    return view
