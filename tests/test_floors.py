@@ -6,7 +6,7 @@ sources are read here, as syntax trees and without importing them:
 
 - only `lightning_dist/comm` reaches `torch.distributed`: it is the one door to the network, and what passes
   it is counted;
-- `lightning_dist/core` does not reach `torch` at all, in no way of writing it.
+- `lightning_dist/core` and `lightning_dist/pipeline/schedule` do not reach `torch` at all, in no way of writing it.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ def test_every_other_door_is_needed() -> None:
     assert all(reason.strip() for reason in OTHER_DOORS.values())
 
 
-def test_core_does_not_reach_torch() -> None:
-    swept, hits = sweep(PACKAGE / "core", ("torch",))
+@pytest.mark.parametrize("room", ["core", "pipeline/schedule"])
+def test_pure_rooms_do_not_reach_torch(room: str) -> None:
+    swept, hits = sweep(PACKAGE / room, ("torch",))
     assert swept > 0
-    assert not hits, f"core/ is plain Python, yet torch is reached, file -> lines: {hits}"
+    assert not hits, f"{room}/ is plain Python, yet torch is reached, file -> lines: {hits}"
 
 
 @pytest.mark.parametrize(
