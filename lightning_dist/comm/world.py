@@ -17,3 +17,8 @@ def leave_at_exit() -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_world(group: object) -> bool:
+    """Whether a process group is that of all ranks."""
+    return dist.is_initialized() and group is dist.group.WORLD

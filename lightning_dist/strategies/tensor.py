@@ -21,12 +21,15 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_dist.comm import Place
+from lightning_dist.comm.world import is_world
 from lightning_dist.core.errors import ConfigurationError, RankMismatchError
 from lightning_dist.core.layout import Layout
 from lightning_dist.engine import step_bytes
+from lightning_dist.strategies.metrics import count_replicas_once
 from lightning_dist.strategies.whole import remember
 from lightning_dist.strategies.zero import ZeROStrategy
 from lightning_dist.tensor import Report, cut_module
+from lightning_dist.tensor.split_tensor import SplitTensor, whole
 
 BATCHES_COMPARED = 3
 """Batches per run of a loop whose contents tensor-parallel peers compare."""
@@ -105,6 +108,7 @@ class TensorParallelStrategy(ZeROStrategy):
     def _cut(self, module: "pl.LightningModule") -> None:
         self._report = cut_module(module, self.mesh.tp, plan=self.tp_plan, sequence_parallel=self.sequence_parallel)
         remember(module, self._report)
+        count_replicas_once(module, self.mesh)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -163,8 +167,21 @@ class TensorParallelStrategy(ZeROStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predictions leave the step, so they leave it whole."""
         self._compare("prediction", (args, kwargs))
-        return super().predict_step(*args, **kwargs)
+        predicted = super().predict_step(*args, **kwargs)
+        return pytree.tree_map(lambda leaf: whole(leaf) if isinstance(leaf, SplitTensor) else leaf, predicted)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over the replicas: peers of one have the same values."""
+        tensor = whole(tensor) if isinstance(tensor, SplitTensor) else tensor
+        replicas = self.mesh.dp
+        everyone = group is None or is_world(group)  # which is what Lightning's module passes
+        if everyone and replicas.size == 1:
+            self.mesh.rollcall.call(Place.METRIC, self._progress(), what="by all_gather")
+            return tensor.unsqueeze(0)
+        return super().all_gather(tensor, replicas.groups["gather"] if everyone else group, sync_grads)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

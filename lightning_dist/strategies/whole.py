@@ -2,6 +2,7 @@
 
 from lightning.pytorch import LightningModule
 
+from lightning_dist.strategies.metrics import count_ranks
 from lightning_dist.tensor import Report, uncut_module
 
 REPORT = "_lightning_dist_report"
@@ -17,3 +18,4 @@ def uncut(module: LightningModule) -> None:
     report = vars(module).pop(REPORT, None)
     if report is not None:
         uncut_module(module, report)
+        count_ranks(module)

@@ -13,6 +13,7 @@ from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
 from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.core.split import Split, even_split
+from lightning_dist.params.hooks import ModuleHook
 from lightning_dist.params.questions import CLASS
 from lightning_dist.tensor.layers import SEQUENCE, SIBLINGS, Siblings
 from lightning_dist.tensor.parameter import LIE, CutParameter, cut_in_place
@@ -28,6 +29,10 @@ class Report:
     cut: list[str] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: object) -> "Report":
+        """A copy of the module has no hooks of ours, and is whole if it is taken inside `gathered`."""
+        return Report()
 
 
 def cut_module(
@@ -71,7 +76,9 @@ def cut_module(
             siblings = groups.setdefault(item.parent, Siblings(axis))
             siblings.weights.append(cut)
             cut.__dict__[SIBLINGS] = siblings
-    hooks = [p.register_forward_hook(_Forgetting(siblings), always_call=True) for p, siblings in groups.items()]
+    hooks = [
+        p.register_forward_hook(ModuleHook(_Forgetting(siblings)), always_call=True) for p, siblings in groups.items()
+    ]
     for target in targets:
         if target.style.experts:
             hooks += _hook_experts(target, axis)
@@ -269,6 +276,6 @@ def _hook_experts(target: Target, axis: Axis) -> list[RemovableHandle]:
         return pairs.total(leaf, axis) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True),
+        module.register_forward_hook(ModuleHook(after), always_call=True),
     ]

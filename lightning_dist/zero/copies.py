@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.core.errors import LightningDistError
+from lightning_dist.params.hooks import ModuleHook
 from lightning_dist.zero import guard
-from lightning_dist.zero.hooks import ModuleHook
 
 _NAMES = ("__deepcopy__", "__reduce_ex__", "_apply")
 _HOOKS = {

@@ -497,7 +497,9 @@ class _InsistOnAdoption:
         if engine is not None and engine._needs_exchange(p for g in optimizer.param_groups for p in g["params"]):
             raise LightningDistError(
                 f"{type(optimizer).__name__} holds parameters that are sharded, but was not adopted before its step: "
-                "call engine.adopt(optimizer), or under the Trainer return it from configure_optimizers"
+                "call engine.adopt(optimizer), or under the Trainer return it from configure_optimizers. To train the "
+                "module under a strategy of another package, give that a copy: copy.deepcopy(module) inside `with "
+                "strategy.gathered(module):`, or load strategy.full_state_dict()"
             )
 
 

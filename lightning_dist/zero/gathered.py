@@ -52,11 +52,13 @@ def gathered_outside_step(units: Sequence[Unit], *, gradients: bool, meet: Calla
         for unit in units:
             unit.shown = False
         for group, full, grads in zip(groups, shown, shown_gradients, strict=True):
-            refusal = _take_back_masters(group, full) or refusal
+            refusal = _take_over_assignments(group, full) or refusal
             if gradients:
                 refusal = _take_back_gradients(group, grads) or refusal
         if any(group.row.parameter is not Placement.SHARD for group in groups):
             meet()
+        for group, full in zip(groups, shown, strict=True):
+            _take_back_masters(group, full)
         for group, residency in zip(groups, before, strict=True):
             _restore(group, residency)
     if refusal is not None:
@@ -91,19 +93,27 @@ def _show_masters(group: FlatGroup) -> _Shown:
     return shown
 
 
-def _take_back_masters(group: FlatGroup, shown: _Shown) -> LightningDistError | None:
-    """Each rank keeps the range that it owns. A refusal is for later: the ranks must first agree again."""
+def _take_over_assignments(group: FlatGroup, shown: _Shown) -> LightningDistError | None:
+    """``parameter.data = values``. A refusal is for later: the ranks must first agree again."""
     refusal = None
     for slot, values in zip(group.slots, shown.values, strict=True):
         try:
             take_over_assignment(slot, values, (group.master_dtype, group.compute_dtype), whole=True)
         except LightningDistError as error:
             refusal = error
+    return refusal
+
+
+def _take_back_masters(group: FlatGroup, shown: _Shown) -> None:
+    """Each rank keeps the range that it owns. Tensor-parallel peers take what the first of them has written."""
+    for slot, values in zip(group.slots, shown.values, strict=True):
+        if group.peers.size > 1:
+            first = values.detach().contiguous()
+            values.detach().copy_(group.peers.broadcast(first.view(-1), purpose="parameters").view(values.shape))
         _write_back(slot, shown, values)
     if shown.full.data_ptr() != group.compute.data_ptr():
         group.owned.copy_(shown.full[group.low : group.high])
         group.stale = True
-    return refusal
 
 
 def _whole(group: FlatGroup, owned: Tensor, purpose: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_dist.core.errors import ReleasedParameterError, ShardedGradientError
-from lightning_dist.core.shard import cut_of
+from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.params.fragment import Fragment
 from lightning_dist.params.questions import SHAPE_QUESTIONS, own_class, shape_of_piece
 
@@ -128,6 +128,9 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer questions about metadata; refuse to show values that are not there."""
+        cut = cut_of(args[0]) if args else None
+        if cut is not None and func in SHAPE_QUESTIONS:
+            return SHAPE_QUESTIONS[func](cut.shape, *args[1:], **(kwargs or {}))
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -143,8 +146,10 @@ class ShardedGradient(Tensor):
 def sharded_gradient(parameter: nn.Parameter) -> ShardedGradient:
     """A stand-in of the parameter's shape that holds one element."""
     with torch._C.DisableTorchFunctionSubclass():
-        stand_in = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        return stand_in.as_subclass(ShardedGradient)
+        full = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        stand_in = full.as_subclass(ShardedGradient)
+        stand_in.__dict__[CUT] = cut_of(parameter)
+        return stand_in
 
 
 def released_values(parameter: nn.Parameter) -> Tensor:

@@ -18,29 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.core.stages import Placement
+from lightning_dist.params.hooks import ModuleHook
 from lightning_dist.zero.flat import FlatGroup
 from lightning_dist.zero.gather import Unit
 from lightning_dist.zero.trees import tensors_in
 
 if TYPE_CHECKING:
     from lightning_dist.zero.engine import ZeroEngine
-
-
-class ModuleHook:
-    """A hook of ours on a module, known as such to who copies the module. Compilers call it as it is."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    @_disable_dynamo
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
 
 
 class UnitHooks:

@@ -48,7 +48,7 @@ def probe(optimizer: Optimizer) -> Probed:
         raise
     except Exception as error:
         raise UnsupportedOptimizerError(
-            f"{kind} cannot run on flat pieces of parameters, which ZeRO needs "
+            f"{kind} cannot run on pieces of parameters, which sharding needs "
             f"({type(error).__name__}: {error}). {_REMEDY}"
         ) from error
     return Probed(per_element)

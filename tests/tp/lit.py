@@ -86,11 +86,11 @@ def fit_both(
     """The module trained over the ranks, and by one process on the same global batches."""
     strategy = strategy or TensorParallelStrategy()
     module, alone = make(), make()
+    theirs = trainer_alone(**copy.deepcopy(options))
     ours = trainer_on_ranks(strategy, **options)
     replicas = world_size() // (strategy.tp or world_size())
     share = {"replicas": replicas, "replica": rank() // (world_size() // replicas)}
     ours.fit(module, texts(samples, batch, **share), texts(8, **share))
-    theirs = trainer_alone(**copy.deepcopy(options))
     theirs.fit(alone, texts(samples, batch), texts(8))
     return ours, module, theirs, alone
 
