@@ -499,7 +499,5 @@ def test_without_prefetch_rendezvous_sends_hang() -> None:
             if action.kind not in RECEIVES:
                 new.append(action)
         late.append(new)
-    with pytest.raises(
-        InvalidScheduleError, match=r"SEND_F2.1 waits for RECV_F3.1 .*; .*SEND_B3.0 waits for RECV_B2.0"
-    ):
+    with pytest.raises(InvalidScheduleError, match=r"SEND_F2.1 waits for RECV_F3.1.*SEND_B3.0 waits for RECV_B2.0"):
         validate(late)
