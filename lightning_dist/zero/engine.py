@@ -36,6 +36,7 @@ from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError, LightningDistError, ReleasedParameterError
 from lightning_dist.core.shard import ShardSpec
 from lightning_dist.core.stages import Placement, stage_row
+from lightning_dist.params.questions import own_class
 from lightning_dist.zero import copies, guard
 from lightning_dist.zero.buffers import BufferSync
 from lightning_dist.zero.flat import FlatGroup, Residency, Slot
@@ -376,7 +377,7 @@ class ZeroEngine:
             self._loading = False
             for slot in self.slots.values():
                 if slot.group.residency is Residency.GATHERED:
-                    slot.parameter.__class__ = nn.Parameter
+                    slot.parameter.__class__ = own_class(slot.parameter)
             self.refresh(self.groups)
 
     def load(self, parameter: nn.Parameter, values: Tensor) -> bool:
