@@ -107,10 +107,8 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> lis
 
 def _zbv_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action]:
     down, up = rank, 2 * num_ranks - 1 - rank
-    # The phases need 2p-1 micro-batches. With fewer the order is that of 2p-1 without those that are not there.
-    count = max(num_micro_batches, 2 * num_ranks - 1)
     streams: dict[tuple[Kind, int], Iterator[Action]] = {
-        (kind, stage): iter([Action(kind, stage, micro_batch) for micro_batch in range(count)])
+        (kind, stage): iter([Action(kind, stage, micro_batch) for micro_batch in range(num_micro_batches)])
         for kind in (Kind.FORWARD, Kind.INPUT_GRAD)
         for stage in (down, up)
     }
@@ -119,9 +117,8 @@ def _zbv_order(rank: int, num_ranks: int, num_micro_batches: int) -> list[Action
     pattern = [forward_down] * (2 * (num_ranks - rank) - 1)
     pattern += [forward_up, forward_down] * rank
     pattern += [forward_up, grad_up] * (num_ranks - rank)
-    pattern += [forward_down, grad_down, forward_up, grad_up] * count
-    actions = [action for key in pattern if (action := next(streams[key], None)) is not None]
-    return [action for action in actions if action.micro_batch is not None and action.micro_batch < num_micro_batches]
+    pattern += [forward_down, grad_down, forward_up, grad_up] * num_micro_batches
+    return [action for key in pattern if (action := next(streams[key], None)) is not None]
 
 
 @dataclass(frozen=True)
