@@ -457,13 +457,17 @@ def test_live_activations_have_sizes() -> None:
 def test_a_send_that_waits_takes_its_time() -> None:
     """The receive comes late in rank 1's order: rank 0 is held up, which the prefetch of `lower` avoids."""
     late = parse_schedule(
-        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 RECV_B0.0 RECV_B0.1 B0.0 B0.1\n"
-        "RECV_F1.0 F1.0 RECV_F1.1 F1.1 B1.0 SEND_B1.0 B1.1 SEND_B1.1"
+        "F0.0 SEND_F0.0 F0.1 SEND_F0.1 F0.2 SEND_F0.2 RECV_B0.0 RECV_B0.1 RECV_B0.2 B0.0 B0.1 B0.2\n"
+        "RECV_F1.0 F1.0 RECV_F1.1 RECV_F1.2 F1.1 F1.2 B1.0 SEND_B1.0 B1.1 SEND_B1.1 B1.2 SEND_B1.2"
     )
     validate(late)
-    times = [Times(1, 1, 1), Times(3, 1, 1)]
-    waited = [span for span in simulate(late, cost_of_stages(times)).spans[0] if span.action.kind not in COMPUTE]
-    assert [(str(span.action), span.start, span.end) for span in waited] == [("SEND_F0.1", 2, 4)]
+    spans = simulate(late, cost_of_stages([Times(1, 1, 1), Times(3, 1, 1)])).spans[0]
+    assert [(str(span.action), span.start, span.end) for span in spans[:4]] == [
+        ("F0.0", 0, 1),
+        ("F0.1", 1, 2),
+        ("SEND_F0.1", 2, 4),  # until rank 1 has done F1.0
+        ("F0.2", 4, 5),
+    ]
 
 
 def test_uneven_times_cost_little_with_prefetched_receives() -> None:
