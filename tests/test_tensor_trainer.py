@@ -627,6 +627,21 @@ def test_whole_values_can_be_saved_by_hand() -> None:
         torch.testing.assert_close(read[key], want, rtol=1e-9, atol=1e-9)
 
 
+@ranks(2)
+@pytest.mark.parametrize("name", ["hand_written", "mixtral", "gpt2"])
+def test_a_forward_inside_gathered_is_that_of_the_whole_module(name: str) -> None:
+    trainer, module = trainer_on_ranks(TensorParallelStrategy(sequence_parallel=True)), Lit(name)
+    trainer.validate(module, texts(8), verbose=False)
+    batch = CASES[name].batch()
+    with torch.no_grad():
+        want = Lit(name).loss(batch)
+        with trainer.strategy.gathered(module):  # type: ignore[attr-defined]
+            inside = module.loss(batch)
+        outside = module.loss(batch)
+    torch.testing.assert_close(inside, want, rtol=1e-10, atol=0)
+    torch.testing.assert_close(outside, want, rtol=1e-10, atol=0)
+
+
 # Precision ------------------------------------------------------------------------------------------------------
 
 

@@ -107,3 +107,8 @@ def without_answers(tensor: Tensor) -> Tensor:
     """The piece that this rank holds, as a plain tensor in the same graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
+
+
+def in_words(name: str, parameter: nn.Parameter) -> str:
+    """Name, dtype, shape and whether it is trained."""
+    return f"{name}: {parameter.dtype}{list(parameter.shape)}, trained: {parameter.requires_grad}"

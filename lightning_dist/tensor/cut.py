@@ -9,12 +9,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.comm import pairs
+from lightning_dist.comm.agreement import DIFFERENT_MODELS, insist_on_equal
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
 from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.core.split import Split, even_split
 from lightning_dist.params.hooks import ModuleHook
-from lightning_dist.params.questions import CLASS
+from lightning_dist.params.questions import CLASS, in_words
 from lightning_dist.tensor.layers import SEQUENCE, SIBLINGS, Siblings
 from lightning_dist.tensor.parameter import LIE, CutParameter, cut_in_place
 from lightning_dist.tensor.plan import Target, find_targets, linears
@@ -53,6 +54,7 @@ def cut_module(
     Raises:
         ConfigurationError: see `find_targets`; a size that cannot be divided (heads); conflicting styles of one weight.
         UnsupportedModelError: no plan is known for the module; a style that does not fit a module.
+        RankMismatchError: the ranks have other modules or other plans.
     """
     targets = find_targets(module, plan)
     wanted: dict[nn.Parameter, _Wanted] = {}
@@ -66,6 +68,10 @@ def cut_module(
                     f'{known.dim} and dim {item.dim}); give both the same style, or "replicate"'
                 )
     names = {p: n for n, p in module.named_parameters()}
+    if axis.rollcall is not None:
+        insist_on_equal([in_words(n, p) for p, n in names.items()], axis.rollcall, DIFFERENT_MODELS)
+        cuts = [f"{names[p]} cut along dim {item.dim} as {item.split.parts}" for p, item in wanted.items()]
+        insist_on_equal(cuts, axis.rollcall, "The ranks would cut the module differently: give all the same plan.")
     for tensor in (*names, *module.buffers()):
         axis.broadcast(tensor.data, purpose="setup")
     for parameter, item in wanted.items():
@@ -253,11 +259,15 @@ class _Forgetting:
 def _hook_experts(target: Target, axis: Axis) -> list[RemovableHandle]:
     """Every rank runs all experts on its part of their inner features; the module's output is a summand."""
     module = getattr(target.parent, target.key)
+    in_parts: list[bool] = []  # for each forward that is under way; inside `gathered` the experts are whole
 
-    def before(mod: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        for parameter in mod.parameters():
-            if isinstance(parameter, CutParameter):
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    def before(mod: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        cut = [parameter for parameter in mod.parameters() if isinstance(parameter, CutParameter)]
+        in_parts.append(bool(cut))
+        if not cut:
+            return None
+        for parameter in cut:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         changed: tuple[Any, Any] = pytree.tree_map(enter, (args, kwargs))
         return changed
 
@@ -267,6 +277,8 @@ def _hook_experts(target: Target, axis: Axis) -> list[RemovableHandle]:
         return pairs.spread(leaf, axis) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
     def after(mod: nn.Module, args: Any, output: Any) -> Any:
+        if not in_parts.pop():
+            return None
         for parameter in mod.parameters():
             if cut_of(parameter) is not None:
                 parameter.__class__ = CutParameter

@@ -1,13 +1,12 @@
 """What cannot be sharded, refused by name before anything is touched."""
 
-import zlib
-
 import torch
 from torch import nn
 
-from lightning_dist.comm.rollcall import Place, RollCall
-from lightning_dist.core.errors import RankMismatchError, UnsupportedModelError
-from lightning_dist.params.questions import without_answers
+from lightning_dist.comm.agreement import DIFFERENT_MODELS, insist_on_equal
+from lightning_dist.comm.rollcall import RollCall
+from lightning_dist.core.errors import UnsupportedModelError
+from lightning_dist.params.questions import in_words, without_answers
 
 
 def insist_on_equal_modules(module: nn.Module, rollcall: RollCall) -> None:
@@ -16,16 +15,7 @@ def insist_on_equal_modules(module: nn.Module, rollcall: RollCall) -> None:
     Raises:
         RankMismatchError: they have not; the message names the first difference.
     """
-    mine = [f"{n}: {p.dtype}{list(p.shape)}, trained: {p.requires_grad}" for n, p in module.named_parameters()]
-    digests = rollcall.ask(Place.SETUP, zlib.crc32("\n".join(mine).encode()))
-    if len(set(digests)) == 1:
-        return
-    everyone = [entry if isinstance(entry, list) else [] for entry in rollcall.exchange(mine)]
-    for index in range(max(map(len, everyone))):
-        said = [entries[index] if index < len(entries) else "nothing" for entries in everyone]
-        if len(set(said)) > 1:
-            lines = "\n".join(f"  rank {rank} has {words}" for rank, words in enumerate(said))
-            raise RankMismatchError(f"The ranks have built different models. The first difference:\n{lines}")
+    insist_on_equal([in_words(n, p) for n, p in module.named_parameters()], rollcall, DIFFERENT_MODELS)
 
 
 def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
