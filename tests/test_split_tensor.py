@@ -469,6 +469,33 @@ def test_a_view_of_a_collected_parameter_is_a_plain_tensor_otherwise() -> None:
     torch.testing.assert_close(whole(cut).detach(), plain.detach().cumsum(0), **EXACT)
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_that_are_asked_for(dim: int) -> None:
+    """`torch.autograd.grad` by a cut parameter, by a whole tensor and by one in the middle of the graph."""
+    plain, cut = cut_parameter(mesh().tp, dim)
+    found = []
+    for parameter in (plain, cut):
+        x = torch.linspace(-1, 1, 10).double().view(2, 5).requires_grad_()
+        y = F.linear(x, parameter).tanh()
+        by = torch.autograd.grad((y * y).sum() + parameter.pow(3).sum(), [parameter, x, y], retain_graph=True)
+        factors = torch.linspace(0, 1, 12).double().view(2, 6)
+        found.append([*by, *torch.autograd.grad([y], [parameter], grad_outputs=[factors])])
+    for mine, want in zip(found[1], found[0], strict=True):
+        assert mine.shape == want.shape
+        torch.testing.assert_close(put_together(mine).detach(), want.detach(), **EXACT)
+
+
+@ranks(2)
+def test_second_derivatives_are_refused() -> None:
+    """A gradient penalty would need collectives that are differentiable twice; it must not be silently wrong."""
+    _, cut = cut_parameter(mesh().tp, 0)
+    x = torch.linspace(-1, 1, 10).double().view(2, 5).requires_grad_()
+    (by,) = torch.autograd.grad(F.linear(x, cut).tanh().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        by.pow(2).sum().backward()
+
+
 # Random numbers -------------------------------------------------------------------------------------------------
 
 

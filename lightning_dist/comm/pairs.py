@@ -15,6 +15,8 @@ et al. 2022, arXiv 2205.05198, sec. 4.2.2: g and g-bar). Each function below is 
     `total_parts`      all-gather          a summand on each -> a part of the sum on each
     =================  ==================  =========================================================
 
+None is differentiable twice: a collective in backward leaves no trace for a second one, which would be silently wrong.
+
 `torch.distributed.nn.functional` differs: its all-reduce adds up the gradients of losses that every rank has in full.
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.comm.parts import part_of
@@ -37,6 +40,7 @@ class _Spread(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.all_reduce(grads[0].contiguous().clone(), purpose=ctx.purpose), None, None
 
@@ -47,6 +51,7 @@ class _Total(torch.autograd.Function):
         return axis.all_reduce(x.contiguous().clone(), purpose=ACTIVATIONS)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -59,6 +64,7 @@ class _Take(torch.autograd.Function):
         return part.clone() if len(split.parts[axis.rank]) == 1 else part
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.gather_parts(grads[0], ctx.dim, ctx.split, purpose=ACTIVATIONS), None, None, None
 
@@ -70,6 +76,7 @@ class _Collect(torch.autograd.Function):
         return axis.gather_parts(x, dim, split, purpose=ACTIVATIONS)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return part_of(grads[0], ctx.dim, ctx.split, ctx.axis.rank).contiguous(), None, None, None
 
@@ -81,6 +88,7 @@ class _CollectForUse(torch.autograd.Function):
         return axis.gather_parts(x, dim, split, purpose=ACTIVATIONS)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.total_parts(grads[0], ctx.dim, ctx.split, purpose=ACTIVATIONS), None, None, None
 
@@ -92,6 +100,7 @@ class _TotalParts(torch.autograd.Function):
         return axis.total_parts(x, dim, split, purpose=ACTIVATIONS)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.axis.gather_parts(grads[0], ctx.dim, ctx.split, purpose=ACTIVATIONS), None, None, None
 
