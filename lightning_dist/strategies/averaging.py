@@ -80,7 +80,7 @@ class _Setup(_Gathered):
             for tensor in (*average.parameters(), *average.buffers()):
                 if not tensor.is_meta:
                     first = tensor.detach().to(self.mesh.device, copy=True).contiguous()
-                    tensor.copy_(self.mesh.dp.broadcast(first, purpose="setup"))
+                    tensor.copy_(self.mesh.world.broadcast(first, purpose="setup"))
         if isinstance(self.callback, _AVERAGING):
             update: Any = average
             vars(update)["update_parameters"] = _Gathered(update.update_parameters, position=0)
