@@ -6,7 +6,7 @@ parameters arrive when they are needed) must not share one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -18,6 +18,7 @@ from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.ledger import Ledger
 from lightning_dist.comm.parts import join, part_of
 from lightning_dist.comm.rollcall import RollCall
+from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.core.layout import AXES, Layout
 from lightning_dist.core.split import Split
@@ -31,6 +32,7 @@ class Axis:
     """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name.
 
     `rollcall`, where there is one, is that of the world: reads that ranks might make alone are announced by it.
+    `shared` holds the channels that go through shared memory; the others, and what does not fit, use the backend.
     """
 
     name: str
@@ -41,6 +43,18 @@ class Axis:
     backend: str
     ledger: Ledger
     rollcall: RollCall | None = None
+    shared: dict[str, SharedMemory] = field(default_factory=dict)
+
+    def reserve(self, *, gather: int = 0, reduce: int = 0) -> None:
+        """Let shared memory have room for operations that send so many bytes from each rank. Collective."""
+        for channel, num_bytes in (("gather", gather), ("reduce", reduce)):
+            if channel in self.shared:
+                self.shared[channel].reserve(num_bytes)
+
+    def _shared(self, channel: str, num_bytes: int) -> SharedMemory | None:
+        """The channel's shared memory, if there is one and an operation of this size fits."""
+        memory = self.shared.get(channel)
+        return memory if memory is not None and memory.fits(num_bytes) else None
 
     @property
     def p2p(self) -> bool:
@@ -57,29 +71,42 @@ class Axis:
         if self.size == 1:
             return Pending()
         self._book("all_gather", purpose, flat)
+        if memory := self._shared("gather", flat.numel() // self.size * flat.element_size()):
+            return memory.all_gather(flat)
         return collectives.all_gather(flat, group=self.groups["gather"], p2p=self.p2p)
 
-    def reduce_scatter_mean(
-        self, flat: Tensor, out: Tensor, *, purpose: str, staging: Tensor | None = None, add: bool = False
-    ) -> Pending:
+    def reduce_scatter_mean(self, flat: Tensor, out: Tensor, *, purpose: str, add: bool = False) -> Pending:
         """Start ``out (+)= mean over ranks of this rank's chunk of flat``. See `collectives`."""
         if self.size == 1:
             return Pending((), lambda: _take(flat, out, add=add))
+        return self._start_scatter(flat, out, purpose=purpose, scale=1.0 / self.size, add=add)
+
+    def _start_scatter(self, flat: Tensor, out: Tensor, *, purpose: str, scale: float, add: bool) -> Pending:
         self._book("reduce_scatter", purpose, flat)
+        if memory := self._shared("reduce", (flat.numel() - out.numel()) * flat.element_size()):
+            return memory.reduce_scatter(flat, out, scale=scale, add=add)
+        staging = flat.new_empty(flat.numel() - out.numel()) if self.p2p else None
         group = self.groups["reduce"]
-        scale = 1.0 / self.size
         return collectives.reduce_scatter(flat, out, group=group, p2p=self.p2p, scale=scale, staging=staging, add=add)
 
     def all_reduce_mean(self, flat: Tensor, *, purpose: str) -> Pending:
         """Start ``flat = mean over ranks``, in place."""
         if self.size == 1:
             return Pending()
+        return self._start_sum(flat, purpose=purpose, scale=1.0 / self.size)
+
+    def _start_sum(self, flat: Tensor, *, purpose: str, scale: float) -> Pending:
         self._book("all_reduce", purpose, flat, times=2)
-        return collectives.all_reduce(flat, group=self.groups["reduce"], scale=1.0 / self.size)
+        if flat.is_contiguous() and (memory := self._shared("reduce", flat.numel() * flat.element_size())):
+            return memory.all_reduce(flat.view(-1), scale=scale)
+        return collectives.all_reduce(flat, group=self.groups["reduce"], scale=scale)
 
     def all_reduce(self, flat: Tensor, *, purpose: str, op: str = "sum") -> Tensor:
         """``flat = op over ranks`` ("sum", "max", "min"), in place and finished on return."""
-        if self.size > 1:
+        if self.size > 1 and op == "sum":
+            self.reserve(reduce=flat.numel() * flat.element_size())
+            self._start_sum(flat, purpose=purpose, scale=1.0).wait()
+        elif self.size > 1:
             self._book("all_reduce", purpose, flat, times=2)
             dist.all_reduce(flat, _OPS[op], group=self.groups["reduce"])
         return flat
@@ -92,13 +119,9 @@ class Axis:
             piece = part_of(whole, dim, split, rank)
             chunk[: piece.numel()].view(piece.shape).copy_(piece)
             chunk[piece.numel() :].zero_()
+        self.reserve(reduce=(flat.numel() - width) * flat.element_size())
         out = flat.new_empty(width)
-        self._book("reduce_scatter", purpose, flat)
-        staging = flat.new_empty(flat.numel() - width) if self.p2p else None
-        group = self.groups["reduce"]
-        pending = collectives.reduce_scatter(
-            flat, out, group=group, p2p=self.p2p, scale=1.0, staging=staging, add=False
-        )
+        pending = self._start_scatter(flat, out, purpose=purpose, scale=1.0, add=False)
         shape = (*whole.shape[:dim], split.sizes[self.rank], *whole.shape[dim + 1 :])
         return pending, out[: prod(shape)].view(shape)
 
@@ -106,8 +129,8 @@ class Axis:
         """Start ``flat = sum over ranks``, in place."""
         if self.size == 1:
             return Pending()
-        self._book("all_reduce", purpose, flat, times=2)
-        return collectives.all_reduce(flat, group=self.groups["reduce"], scale=1.0)
+        self.reserve(reduce=flat.numel() * flat.element_size())
+        return self._start_sum(flat, purpose=purpose, scale=1.0)
 
     def gather_parts(self, part: Tensor, dim: int, split: Split, *, purpose: str) -> Tensor:
         """The whole tensor of which every rank holds its part along `dim`; finished on return."""
@@ -116,6 +139,7 @@ class Axis:
         width = max(split.sizes) * _others(part, dim)
         flat = part.new_empty(self.size * width)
         flat[self.rank * width :][: part.numel()].copy_(part.reshape(-1))
+        self.reserve(gather=width * flat.element_size())
         self.all_gather(flat, purpose=purpose).wait()
         shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in split.sizes]
         return join([f[: prod(s)].view(s) for f, s in zip(flat.chunk(self.size), shapes, strict=True)], dim, split)
@@ -207,8 +231,14 @@ class Mesh:
         return self.axes["world"]
 
     @classmethod
-    def from_world(cls, layout: Layout, device: torch.device | None = None) -> "Mesh":
+    def from_world(
+        cls, layout: Layout, device: torch.device | None = None, *, timeout: float = 1800.0, shared_memory: bool = True
+    ) -> "Mesh":
         """Build the mesh on the default process group; collective, to be called on all ranks alike.
+
+        Args:
+            timeout: seconds that a rank waits for another in shared memory.
+            shared_memory: let ranks that compute on the CPUs of one machine talk through its memory (see `shared`).
 
         Raises:
             ConfigurationError: no process group, or a layout that does not fill the world.
@@ -222,8 +252,9 @@ class Mesh:
         rank = dist.get_rank()
         ledger = Ledger()
         backend = str(dist.get_backend())
-        rollcall = RollCall.for_world(backend, ledger)
-        axes = {axis: _make_axis(axis, layout, rank, backend, ledger, rollcall) for axis in AXES}
+        memory_timeout = timeout if shared_memory and backend == "gloo" else None
+        rollcall = RollCall.for_world(backend, ledger, memory_timeout)
+        axes = {axis: _make_axis(axis, layout, rank, backend, ledger, rollcall, memory_timeout) for axis in AXES}
         axes["world"] = _make_world(axes, layout, rank, backend, ledger)
         device = (
             device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -231,7 +262,9 @@ class Mesh:
         return cls(layout, rank, device, axes, ledger, rollcall)
 
 
-def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledger, rollcall: RollCall) -> Axis:
+def _make_axis(
+    name: str, layout: Layout, rank: int, backend: str, ledger: Ledger, rollcall: RollCall, memory_timeout: float | None
+) -> Axis:
     position = layout.coordinates(rank)[name]
     size = layout.size(name)
     groups: dict[str, dist.ProcessGroup] = {}
@@ -242,7 +275,16 @@ def _make_axis(name: str, layout: Layout, rank: int, backend: str, ledger: Ledge
             if rank in ranks:
                 groups[channel] = group
                 mine = tuple(ranks)
-    return Axis(name, size, position, mine, groups, backend, ledger, rollcall)
+    shared = _connect(groups, memory_timeout)
+    return Axis(name, size, position, mine, groups, backend, ledger, rollcall, shared)
+
+
+def _connect(groups: dict[str, dist.ProcessGroup], timeout: float | None) -> dict[str, SharedMemory]:
+    """The channels that can go through shared memory."""
+    if timeout is None:
+        return {}
+    joined = {channel: SharedMemory.connect(group, timeout=timeout) for channel, group in groups.items()}
+    return {channel: memory for channel, memory in joined.items() if memory is not None}
 
 
 def _make_world(axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger) -> Axis:

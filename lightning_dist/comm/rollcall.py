@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lightning_dist.comm.collectives import all_gather_single
 from lightning_dist.comm.ledger import Ledger
+from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.core.errors import PeerLostError, RankMismatchError
 
 
@@ -88,14 +89,22 @@ class RollCall:
     rank: int
     ledger: Ledger
     help_gather: Callable[[list[int]], None] | None = None
+    shared: SharedMemory | None = None
 
     @classmethod
-    def for_world(cls, backend: str, ledger: Ledger) -> "RollCall":
-        """A roll call over the default world. In a fake world nobody answers, so everyone is taken to agree."""
+    def for_world(cls, backend: str, ledger: Ledger, memory_timeout: float | None = None) -> "RollCall":
+        """A roll call over the default world. In a fake world nobody answers, so everyone is taken to agree.
+
+        Args:
+            memory_timeout: where ranks may talk through shared memory, the seconds that one waits there for another.
+        """
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1 or backend == "fake":
             return cls(None, size, rank, ledger)
-        return cls(dist.new_group(backend="gloo"), size, rank, ledger)
+        group = dist.new_group(backend="gloo")
+        shared = None if memory_timeout is None else SharedMemory.connect(group, timeout=memory_timeout)
+        shared = shared if shared is not None and shared.reserve(16) else None
+        return cls(group, size, rank, ledger, shared=shared)
 
     def ask(self, place: Place, answer: int = 0, *, what: str = "") -> list[int]:
         """Every rank's `answer`, in rank order, once all of them are at `place` (at GATHER: all units asked for).
@@ -151,7 +160,11 @@ class RollCall:
         heard = torch.empty(2 * self.size, dtype=torch.int64)
         self.ledger.record("world", "all_gather", "rollcall", 16 * (self.size - 1))
         try:
-            all_gather_single(heard, mine, group=self.group)
+            if self.shared is not None:
+                heard[2 * self.rank : 2 * self.rank + 2] = mine
+                self.shared.all_gather(heard).wait()
+            else:
+                all_gather_single(heard, mine, group=self.group)
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self.rank} stops {place.words}: another rank failed or died (see its own traceback)"

@@ -159,7 +159,7 @@ class DistributedStrategy(ParallelStrategy):
         leave_at_exit()
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
-            self._mesh = Mesh.from_world(self.layout(), self.root_device)
+            self._mesh = Mesh.from_world(self.layout(), self.root_device, timeout=self._timeout.total_seconds())
         _one_line_for_lost_peers()
 
     @override

@@ -336,15 +336,12 @@ class FlatGroup:
             for slot in self.slots:
                 if not slot.summed:
                     self.piece(self.reduced, slot).zero_()
-        staging = self.pool.take(self.padded - self.chunk, flat.dtype) if self.axis.p2p else None
-        pending = self.axis.reduce_scatter_mean(flat, self.reduced, purpose="gradients", staging=staging, add=add)
+        pending = self.axis.reduce_scatter_mean(flat, self.reduced, purpose="gradients", add=add)
         self.gradient = None
 
         def finish() -> None:
             pending.wait()
             self.pool.give(flat)
-            if staging is not None:
-                self.pool.give(staging)
 
         return Pending((), finish)
 
@@ -378,11 +375,13 @@ class FlatGroup:
                 slot.arrived = slot.summed = False
             elif slot.fragment.grad is None or slot.parameter.grad is None:
                 self.drop(slot)
-        if self.sharded_state and not any(slot.held for slot in self.slots):
-            self.reduced = None
-            if self.gradient is not None:
-                self.pool.give(self.gradient)
-                self.gradient = None
+        if any(slot.held for slot in self.slots):
+            return
+        self.reduced = None
+        if self.gradient is not None:
+            # In stage 0 user code may still hold what was `p.grad`, a view of the buffer: it must not be lent again.
+            (self.pool.give if self.sharded_state else self.pool.forget)(self.gradient)
+            self.gradient = None
 
     def local_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps for the group: parameters and gradients as they rest."""

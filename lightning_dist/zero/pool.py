@@ -37,6 +37,10 @@ class BufferPool:
         if lent is not None:
             self._free.append(lent[1])
 
+    def forget(self, flat: Tensor) -> None:
+        """Leave a lent tensor to whoever still holds it."""
+        self._lent.pop(id(flat), None)
+
     @property
     def num_bytes(self) -> int:
         """Bytes that the pool keeps, lent or not."""

@@ -1,0 +1,168 @@
+"""Collectives over shared memory: the sums that gloo gives, in any order, growing, falling back, with dying peers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dist.comm import Mesh, shared
+from lightning_dist.comm.shared import FOLDER, SharedMemory
+from lightning_dist.core.errors import PeerLostError
+from lightning_dist.core.layout import Layout
+from tests.harness import rank, ranks, run_script, world_size
+
+
+def connect(timeout: float = 60.0) -> SharedMemory:
+    memory = SharedMemory.connect(dist.new_group(backend="gloo"), timeout=timeout)
+    assert memory is not None
+    return memory
+
+
+def whole(size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """What every rank contributes, in rank order; small integers, whose sums are exact in every dtype."""
+    return [((torch.arange(size) + 3 * r) % 7).to(dtype) for r in range(world_size())]
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
+def test_results_equal_what_they_should_be(dtype: torch.dtype) -> None:
+    """Sizes from one element a rank to megabytes, growing and shrinking: 3 collectives x 8 sizes."""
+    memory, n, me, seen = connect(), world_size(), rank(), 0
+    for chunk in (1, 5, 4096, 3, 300_000, 70_001, 1, 0):
+        everyone = whole(chunk * n, dtype)
+        total = sum(everyone[1:], everyone[0].clone())
+        assert memory.reserve(chunk * n * dtype.itemsize)
+        flat = everyone[me].clone()
+        memory.all_reduce(flat, scale=1.0).wait()
+        assert torch.equal(flat, total)
+        flat = torch.full_like(total, 9)
+        flat.chunk(n)[me].copy_(everyone[me][me * chunk : (me + 1) * chunk]) if chunk else None
+        memory.all_gather(flat).wait()
+        assert torch.equal(flat, torch.cat([e[r * chunk : (r + 1) * chunk] for r, e in enumerate(everyone)]))
+        out = torch.ones(chunk, dtype=dtype)
+        memory.reduce_scatter(everyone[me].clone(), out, scale=1.0, add=True).wait()
+        assert torch.equal(out, total[me * chunk : (me + 1) * chunk] + 1)
+        seen += 3
+    assert seen == 24
+
+
+@ranks(2, 4)
+def test_many_operations_under_way_finish_in_any_order() -> None:
+    """Ranks start alike and wait in different orders; 300 rounds, far more than the board has slots."""
+    memory, n = connect(), world_size()
+    assert memory.reserve(4000 * n)
+    for turn in range(100):
+        flats = [torch.full((1000 * n,), float(rank() + 1 + turn + k)) for k in range(3)]
+        pending = [memory.all_reduce(flat, scale=1.0) for flat in flats] if n == 2 else []
+        outs = [torch.empty(1000) for _ in range(3)]
+        if n > 2:  # a sum of more than two has two phases, which all ranks must take in one order
+            pending = [memory.reduce_scatter(f, o, scale=1.0, add=False) for f, o in zip(flats, outs, strict=True)]
+        for k in (2, 0, 1) if rank() % 2 else (0, 1, 2):
+            pending[k].wait()
+            want = sum(r + 1 + turn + k for r in range(n))
+            got = flats[k] if n == 2 else outs[k]
+            assert torch.equal(got, torch.full_like(got, float(want)))
+    assert memory.count == 300 and not memory.done
+
+
+@ranks(2)
+def test_growing_leaves_operations_under_way_alone() -> None:
+    """A larger operation replaces the arenas while a smaller one is still to be read."""
+    memory = connect()
+    assert memory.reserve(4000)
+    small, large = torch.full((1000,), rank() + 1.0), torch.full((1_000_000,), rank() + 2.0)
+    first = memory.all_reduce(small, scale=1.0)
+    before = memory.capacity
+    assert memory.reserve(4_000_000) and memory.capacity > before
+    second = memory.all_reduce(large, scale=0.5)
+    second.wait()
+    first.wait()
+    assert torch.equal(small, torch.full_like(small, 3.0)) and torch.equal(large, torch.full_like(large, 2.5))
+
+
+@ranks(2)
+def test_short_memory_falls_back_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone finds no memory: nobody uses it, gloo carries the operation, and nothing is left behind."""
+    mesh = Mesh.from_world(Layout(dp=2))
+    assert set(mesh.dp.shared) == {"gather", "reduce"}
+
+    def short(handle: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank() == 1:
+        monkeypatch.setattr(shared.os, "posix_fallocate", short)
+    flat = torch.full((1000,), rank() + 1.0)
+    mesh.dp.all_reduce(flat, purpose="test")
+    assert torch.equal(flat, torch.full_like(flat, 3.0))
+    assert mesh.dp.shared["reduce"].capacity == 0 and mesh.dp.shared["reduce"].refused == 4000
+    assert not mesh.dp.shared["reduce"].reserve(4000)
+
+
+@ranks(2)
+def test_it_can_be_switched_off() -> None:
+    mesh = Mesh.from_world(Layout(dp=2), shared_memory=False)
+    assert not mesh.dp.shared and mesh.rollcall.shared is None
+    flat = torch.full((10,), rank() + 1.0)
+    mesh.dp.all_reduce(flat, purpose="test")
+    assert torch.equal(flat, torch.full_like(flat, 3.0))
+
+
+@ranks(2)
+def test_a_peer_that_does_not_come_is_an_error() -> None:
+    memory = connect(timeout=0.5)
+    assert memory.reserve(40)
+    if rank() == 0:
+        with pytest.raises(PeerLostError, match=r"rank 1 of its group .* did not come within 0\.5 s"):
+            memory.all_reduce(torch.ones(10), scale=1.0).wait()
+    else:
+        memory.all_reduce(torch.ones(10), scale=1.0) if False else None
+    dist.barrier()
+
+
+DYING = """
+import os, signal, sys, tempfile, time
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from lightning_dist.comm.shared import SharedMemory
+from lightning_dist.core.errors import PeerLostError
+
+def go(rank, store):
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    memory = SharedMemory.connect(dist.new_group(backend="gloo"), timeout=1000.0)
+    flat = torch.ones(100_000)
+    assert memory.reserve(400_000)
+    memory.all_reduce(flat, scale=1.0).wait()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        memory.all_reduce(flat, scale=1.0).wait()
+    except PeerLostError as error:
+        print("NOTICED", time.monotonic() - begun < 20, str(error).splitlines()[0], flush=True)
+        os._exit(0)
+
+if __name__ == "__main__":
+    store = os.path.join(tempfile.mkdtemp(), "store")
+    processes = [mp.get_context("spawn").Process(target=go, args=(r, store)) for r in range(2)]
+    [p.start() for p in processes]
+    [p.join() for p in processes]
+"""
+
+
+def test_a_peer_that_dies_is_noticed_and_nothing_is_left_behind() -> None:
+    before = set(os.listdir(FOLDER))
+    output = run_script(DYING, timeout=300).output
+    assert "NOTICED True stops in a collective: rank 1 of its group failed, died" in output
+    left = {name for name in set(os.listdir(FOLDER)) - before if name.startswith("lightning_dist-")}
+    assert not [name for name in left if not Path(FOLDER, name).exists() or _owner_is_gone(name)]
+
+
+def _owner_is_gone(name: str) -> bool:
+    """Another test run may be between making a file and unlinking it; one of ours is finished."""
+    import time
+
+    time.sleep(5)
+    return Path(FOLDER, name).exists()
