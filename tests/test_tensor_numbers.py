@@ -156,13 +156,14 @@ def test_activations_of_a_layer_equal_the_paper() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation makes."""
+    """The largest tensor of numbers that any operation makes (shared memory is mapped as bytes)."""
 
     numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        sizes = [tensor.numel() for tensor in tensors if tensor.is_floating_point()]
         self.numel = max([self.numel, *sizes])
         return out
 
