@@ -348,6 +348,7 @@ class ByReplica(Lit):
 
     def on_train_epoch_end(self) -> None:
         self.seen = self.words.compute()
+        self.words.reset()
 
 
 @ranks(4)
