@@ -12,7 +12,6 @@ from lightning_dist.core.errors import PeerLostError
 from lightning_dist.core.layout import Layout
 from tests.harness import rank, ranks, run_script, world_size
 
-
 pytestmark = pytest.mark.skipif(shared._machine() is None, reason="no shared memory here (x86 and /dev/shm needed)")
 
 
