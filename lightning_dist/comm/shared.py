@@ -325,7 +325,7 @@ def _share(group: dist.ProcessGroup, num_bytes: int, *, common: bool) -> list[Te
 
 
 def _reserve(num_bytes: int) -> str:
-    """A file of zeros in shared memory, its pages reserved (to write where none are left kills); "" if memory is short."""
+    """A file of zeros in shared memory; its pages are reserved, as writing where none are left kills. "" if short."""
     handle, path = tempfile.mkstemp(prefix="lightning_dist-", dir=FOLDER)
     try:
         os.posix_fallocate(handle, 0, num_bytes)
