@@ -42,6 +42,8 @@ OPERATIONS_IN_FLIGHT = 8
 """Operations of the largest size that an arena has room for: the engines keep three open, a peer lags by as many."""
 BOARD_ROWS, SLOTS = 3, 64
 ALIGNMENT = 64
+MARGIN = 2
+"""Arenas are made where so many times their size is free."""
 SPINS, NAP, LOOK_FOR_THE_DEAD = 200, 20e-6, 0.2
 STARTED, FINISHED, REDUCED = range(BOARD_ROWS)
 
@@ -307,7 +309,7 @@ def _share(group: dist.ProcessGroup, num_bytes: int, *, common: bool) -> list[Te
     """
     path = ""
     if not common or group.rank() == 0:
-        path = _reserve(num_bytes)
+        path = _create(num_bytes, 1 if common else group.size())
     paths: list[object] = [None] * group.size()
     dist.all_gather_object(paths, path, group=group)
     named = [str(p) for p in (paths[:1] if common else paths)]
@@ -324,14 +326,23 @@ def _share(group: dist.ProcessGroup, num_bytes: int, *, common: bool) -> list[Te
     return pieces if fine else None
 
 
-def _reserve(num_bytes: int) -> str:
-    """A file of zeros in shared memory; its pages are reserved, as writing where none are left kills. "" if short."""
+def _create(num_bytes: int, ranks: int) -> str:
+    """A file of so many bytes in shared memory; "" where `ranks` such files are too much for what is free.
+
+    Pages come when they are first written, and arenas fill from below, so what is used is what is under way. Writing
+    where no page is left kills the process: therefore the margin.
+    """
+    if num_bytes * ranks * MARGIN > _free_bytes():
+        return ""
     handle, path = tempfile.mkstemp(prefix="lightning_dist-", dir=FOLDER)
     try:
-        os.posix_fallocate(handle, 0, num_bytes)
-    except OSError:
-        os.unlink(path)
-        return ""
+        os.ftruncate(handle, num_bytes)
     finally:
         os.close(handle)
     return path
+
+
+def _free_bytes() -> int:
+    """What is left of shared memory."""
+    state = os.statvfs(FOLDER)
+    return state.f_bavail * state.f_frsize
