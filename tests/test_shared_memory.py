@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_dist.comm import Mesh, shared
 from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.core.errors import PeerLostError
 from lightning_dist.core.layout import Layout
+from lightning_dist.zero import ZeroEngine
 from tests.harness import rank, ranks, run_script, world_size
 
 pytestmark = pytest.mark.skipif(shared._machine() is None, reason="no shared memory here (x86 and /dev/shm needed)")
@@ -81,6 +83,28 @@ def test_growing_leaves_operations_under_way_alone() -> None:
     second.wait()
     first.wait()
     assert torch.equal(small, torch.full_like(small, 3.0)) and torch.equal(large, torch.full_like(large, 2.5))
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_more_units_than_an_arena_holds_do_not_block(stage: int) -> None:
+    """Forty equal units: spreading all of them after an optimizer step must not wait for room that no one makes."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(64, 64) for _ in range(40)])
+    engine = ZeroEngine(model, Mesh.from_world(Layout(dp=2), timeout=60.0), stage=stage)
+    assert len(engine.units) == 40 and engine.mesh.dp.shared
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.adopt(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with engine.step():
+            x = torch.ones(2, 64)
+            for layer in model:
+                x = torch.tanh(layer(x))
+            engine.backward(x.sum())
+        optimizer.step()
+    with engine.gathered(model):
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
 @ranks(2)

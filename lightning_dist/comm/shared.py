@@ -40,7 +40,7 @@ from lightning_dist.core.errors import PeerLostError
 FOLDER = Path("/dev/shm")
 OPERATIONS_IN_FLIGHT = 8
 """Operations of the largest size that an arena has room for: the engines keep three open, a peer lags by as many."""
-BOARD_ROWS, SLOTS = 3, 64
+BOARD_ROWS, SLOTS = 3, 4096
 ALIGNMENT = 64
 MARGIN = 2
 """Arenas are made where so many times their size is free."""

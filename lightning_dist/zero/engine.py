@@ -20,6 +20,7 @@ In a plain loop::
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError, LightningDistError, ReleasedParameterError
@@ -45,7 +47,7 @@ from lightning_dist.zero.gathered import gathered_outside_step, gathered_within_
 from lightning_dist.zero.hooks import UnitHooks, on_gradient
 from lightning_dist.zero.pool import BufferPool
 from lightning_dist.zero.probe import probe
-from lightning_dist.zero.reduce import Reducer
+from lightning_dist.zero.reduce import MAX_IN_FLIGHT, Reducer
 from lightning_dist.zero.refusals import insist_on_equal_modules, refuse_unsupported
 from lightning_dist.zero.units import ROOT, NamedParameter, find_units
 
@@ -405,7 +407,12 @@ class ZeroEngine:
         """Bring resident computing copies up to date with the masters; collective where masters are sharded."""
         if self.row.parameter is Placement.REPLICATE and self.row.optimizer is Placement.SHARD:
             self.mesh.rollcall.call(Place.REFRESH)
-        for pending in [group.start_refresh() for group in groups]:
+        under_way: deque[Pending] = deque()
+        for group in groups:
+            under_way.append(group.start_refresh())
+            if len(under_way) > MAX_IN_FLIGHT:  # shared memory has room for a few, not for all at once
+                under_way.popleft().wait()
+        for pending in under_way:
             pending.wait()
 
     # Optimizers -----------------------------------------------------------------------------------------------
