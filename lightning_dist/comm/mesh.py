@@ -32,7 +32,7 @@ class Axis:
     """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name.
 
     `rollcall`, where there is one, is that of the world: reads that ranks might make alone are announced by it.
-    `shared` holds the channels that go through shared memory; the others, and what does not fit, use the backend.
+    `shared` holds the channels that go through shared memory; the others use the backend.
     """
 
     name: str
@@ -44,17 +44,6 @@ class Axis:
     ledger: Ledger
     rollcall: RollCall | None = None
     shared: dict[str, SharedMemory] = field(default_factory=dict)
-
-    def reserve(self, *, gather: int = 0, reduce: int = 0) -> None:
-        """Let shared memory have room for operations that send so many bytes from each rank. Collective."""
-        for channel, num_bytes in (("gather", gather), ("reduce", reduce)):
-            if channel in self.shared:
-                self.shared[channel].reserve(num_bytes)
-
-    def _shared(self, channel: str, num_bytes: int) -> SharedMemory | None:
-        """The channel's shared memory, if there is one and an operation of this size fits."""
-        memory = self.shared.get(channel)
-        return memory if memory is not None and memory.fits(num_bytes) else None
 
     @property
     def p2p(self) -> bool:
@@ -71,7 +60,7 @@ class Axis:
         if self.size == 1:
             return Pending()
         self._book("all_gather", purpose, flat)
-        if memory := self._shared("gather", flat.numel() // self.size * flat.element_size()):
+        if memory := self.shared.get("gather"):
             return memory.all_gather(flat)
         return collectives.all_gather(flat, group=self.groups["gather"], p2p=self.p2p)
 
@@ -83,7 +72,7 @@ class Axis:
 
     def _start_scatter(self, flat: Tensor, out: Tensor, *, purpose: str, scale: float, add: bool) -> Pending:
         self._book("reduce_scatter", purpose, flat)
-        if memory := self._shared("reduce", (flat.numel() - out.numel()) * flat.element_size()):
+        if memory := self.shared.get("reduce"):
             return memory.reduce_scatter(flat, out, scale=scale, add=add)
         staging = flat.new_empty(flat.numel() - out.numel()) if self.p2p else None
         group = self.groups["reduce"]
@@ -97,14 +86,13 @@ class Axis:
 
     def _start_sum(self, flat: Tensor, *, purpose: str, scale: float) -> Pending:
         self._book("all_reduce", purpose, flat, times=2)
-        if flat.is_contiguous() and (memory := self._shared("reduce", flat.numel() * flat.element_size())):
+        if flat.is_contiguous() and (memory := self.shared.get("reduce")):
             return memory.all_reduce(flat.view(-1), scale=scale)
         return collectives.all_reduce(flat, group=self.groups["reduce"], scale=scale)
 
     def all_reduce(self, flat: Tensor, *, purpose: str, op: str = "sum") -> Tensor:
         """``flat = op over ranks`` ("sum", "max", "min"), in place and finished on return."""
         if self.size > 1 and op == "sum":
-            self.reserve(reduce=flat.numel() * flat.element_size())
             self._start_sum(flat, purpose=purpose, scale=1.0).wait()
         elif self.size > 1:
             self._book("all_reduce", purpose, flat, times=2)
@@ -119,7 +107,6 @@ class Axis:
             piece = part_of(whole, dim, split, rank)
             chunk[: piece.numel()].view(piece.shape).copy_(piece)
             chunk[piece.numel() :].zero_()
-        self.reserve(reduce=(flat.numel() - width) * flat.element_size())
         out = flat.new_empty(width)
         pending = self._start_scatter(flat, out, purpose=purpose, scale=1.0, add=False)
         shape = (*whole.shape[:dim], split.sizes[self.rank], *whole.shape[dim + 1 :])
@@ -129,7 +116,6 @@ class Axis:
         """Start ``flat = sum over ranks``, in place."""
         if self.size == 1:
             return Pending()
-        self.reserve(reduce=flat.numel() * flat.element_size())
         return self._start_sum(flat, purpose=purpose, scale=1.0)
 
     def gather_parts(self, part: Tensor, dim: int, split: Split, *, purpose: str) -> Tensor:
@@ -139,7 +125,6 @@ class Axis:
         width = max(split.sizes) * _others(part, dim)
         flat = part.new_empty(self.size * width)
         flat[self.rank * width :][: part.numel()].copy_(part.reshape(-1))
-        self.reserve(gather=width * flat.element_size())
         self.all_gather(flat, purpose=purpose).wait()
         shapes = [(*part.shape[:dim], size, *part.shape[dim + 1 :]) for size in split.sizes]
         return join([f[: prod(s)].view(s) for f, s in zip(flat.chunk(self.size), shapes, strict=True)], dim, split)
@@ -255,7 +240,7 @@ class Mesh:
         memory_timeout = timeout if shared_memory and backend == "gloo" else None
         rollcall = RollCall.for_world(backend, ledger, memory_timeout)
         axes = {axis: _make_axis(axis, layout, rank, backend, ledger, rollcall, memory_timeout) for axis in AXES}
-        axes["world"] = _make_world(axes, layout, rank, backend, ledger)
+        axes["world"] = _make_world(axes, layout, rank, backend, ledger, memory_timeout)
         device = (
             device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
@@ -287,11 +272,14 @@ def _connect(groups: dict[str, dist.ProcessGroup], timeout: float | None) -> dic
     return {channel: memory for channel, memory in joined.items() if memory is not None}
 
 
-def _make_world(axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger) -> Axis:
+def _make_world(
+    axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger, memory_timeout: float | None
+) -> Axis:
     """The line of all ranks; an axis that spans the world already serves."""
     for axis in axes.values():
         if axis.size == layout.world_size:
             return axis
     everyone = tuple(range(layout.world_size))
     groups = {channel: dist.new_group(everyone, backend=backend) for channel in CHANNELS}
-    return Axis("world", layout.world_size, rank, everyone, groups, backend, ledger)
+    shared = _connect(groups, memory_timeout)
+    return Axis("world", layout.world_size, rank, everyone, groups, backend, ledger, shared=shared)

@@ -103,7 +103,6 @@ class RollCall:
             return cls(None, size, rank, ledger)
         group = dist.new_group(backend="gloo")
         shared = None if memory_timeout is None else SharedMemory.connect(group, timeout=memory_timeout)
-        shared = shared if shared is not None and shared.reserve(16) else None
         return cls(group, size, rank, ledger, shared=shared)
 
     def ask(self, place: Place, answer: int = 0, *, what: str = "") -> list[int]:

@@ -113,7 +113,6 @@ class ZeroEngine:
         self.slots = {slot.parameter: slot for group in self.groups for slot in group.slots}
         largest = max((unit.num_bytes for unit in self.units), default=0)
         self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
-        self._reserve()
         self.gatherer = Gatherer(self.units, mesh.rollcall, prefetch_bytes=self.prefetch_bytes)
         self.reducer = Reducer(self.groups, mesh.rollcall)
         self.buffers = BufferSync(module, mesh)
@@ -155,15 +154,6 @@ class ZeroEngine:
             ]
             units.append(Unit(index, plan.name, groups, plan.callers))
         return units
-
-    def _reserve(self) -> None:
-        """Room in shared memory for the largest of the engine's collectives, which must start without blocking."""
-        gather = max((g.chunk * g.compute.element_size() for g in self.groups), default=0)
-        widest = max((g.padded * g.master_dtype.itemsize for g in self.groups), default=0)
-        sharded = self.row.optimizer is Placement.SHARD
-        size = self.mesh.dp.size
-        reduce = widest // size * (size - 1) if sharded else widest
-        self.mesh.dp.reserve(gather=gather if sharded else 0, reduce=reduce)
 
     def _install(self) -> None:
         for unit in self.units:
@@ -410,7 +400,7 @@ class ZeroEngine:
         under_way: deque[Pending] = deque()
         for group in groups:
             under_way.append(group.start_refresh())
-            if len(under_way) > MAX_IN_FLIGHT:  # shared memory has room for a few, not for all at once
+            if len(under_way) > MAX_IN_FLIGHT:  # what is under way lies in memory twice
                 under_way.popleft().wait()
         for pending in under_way:
             pending.wait()
