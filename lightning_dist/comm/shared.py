@@ -7,13 +7,13 @@ read the peers' arenas. What is said goes through a small *board* that all ranks
     board     started[r]    operations that rank r has put into its arena
               finished[r]   operations whose peers' parts rank r has read
               reduced[r]    operations of which rank r has published its reduced chunk
-              place[r][i]   where operation i of rank r lies: handle and size of the segment, first byte
+              place[r][i]   where operation i of rank r lies: number of the segment, first byte
 
     all-gather       copy own chunk in | wait started   | copy the peers' chunks out          | finished
     reduce-scatter   copy chunks in    | wait started   | add up own chunk from all arenas    | finished
     all-reduce       copy all in       | wait started   | as reduce-scatter, chunk back in, wait reduced, copy out
 
-To start an operation never waits: an arena that is full grows, and its peers map the new segment when they come to read
+To start an operation never waits: an arena that is full grows, and the peers map the new segment when they come to read
 it. So operations may be started in the middle of anything. Sums are made in rank order, so all ranks get the same bits.
 Waiting is polling with short sleeps: a rank that waits has nothing else to do. A peer that has died is noticed by its
 process id.
@@ -36,11 +36,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.comm.arena import Arena, Segment, mapped
+from lightning_dist.comm.arena import Arena, mapped, new_handle
 from lightning_dist.comm.collectives import Pending
+from lightning_dist.comm.neighbours import Neighbours
 from lightning_dist.core.errors import PeerLostError
 
-COUNTERS, SLOTS, WORDS = 3, 4096, 3
+COUNTERS, SLOTS, WORDS = 3, 4096, 2
 """Rows of counters, operations that may be open at once, and numbers that say where one of them lies."""
 STARTED, FINISHED, REDUCED = range(COUNTERS)
 SPINS, NAP, LOOK_FOR_THE_DEAD = 200, 20e-6, 0.2
@@ -52,14 +53,19 @@ Board = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 class SharedMemory:
     """One channel of collectives between the ranks of a group; operations match by their order."""
 
-    rank: int
+    neighbours: Neighbours
     pids: list[int]
     board: Board
     timeout: float
-    arena: Arena = field(default_factory=Arena)
-    maps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    arena: Arena
+    mapped: dict[int, list[Tensor]] = field(default_factory=dict)  # the peers' segments
     done: set[int] = field(default_factory=set)  # finished here, after one that is not
     count: int = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.neighbours.rank
 
     @property
     def size(self) -> int:
@@ -73,24 +79,27 @@ class SharedMemory:
         Args:
             timeout: seconds that a rank waits for another before it is an error.
         """
-        machine, size = _machine(), group.size()
-        num_bytes = 8 * (COUNTERS + SLOTS * WORDS) * size
-        own = Segment.create(num_bytes) if machine is not None and group.rank() == 0 else None
-        said: list[object] = [None] * size
-        dist.all_gather_object(said, (machine, os.getpid(), -1 if own is None else own.handle), group=group)
-        told = [entry for entry in said if isinstance(entry, tuple)]
-        pids = [int(entry[1]) for entry in told]
-        board: Tensor | None = None
-        if machine is not None and len({entry[0] for entry in told}) == 1 and all(map(_alive, pids)):
-            with contextlib.suppress(OSError, RuntimeError):
-                board = mapped(pids[0], int(told[0][2]), num_bytes)
-        fine = torch.tensor([int(board is not None)])
-        dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
-        if own is not None:
-            os.close(own.handle)  # all who could have mapped it
-        if not fine.item() or board is None:
+        rank, size = group.rank(), group.size()
+
+        def exchange(mine: object) -> list[object]:
+            said: list[object] = [None] * size
+            dist.all_gather_object(said, mine, group=group)
+            return said
+
+        machine = _machine()
+        machines, pids = exchange(machine), [int(str(pid)) for pid in exchange(os.getpid())]
+        if machine is None or len(set(machines)) > 1:
             return None
-        return cls(group.rank(), pids, board.view(torch.int64).numpy().reshape(-1, size), timeout)
+        neighbours: Neighbours | None = None
+        with contextlib.suppress(OSError):
+            neighbours = Neighbours.meet(rank, size, exchange)
+        if not all(exchange(neighbours is not None)) or neighbours is None:
+            return None
+        handle = new_handle(8 * (COUNTERS + SLOTS * WORDS) * size) if rank == 0 else neighbours.receive_handle(0)
+        if rank == 0:
+            neighbours.send_handle(handle)
+        board = mapped(handle).view(torch.int64).numpy().reshape(-1, size)
+        return cls(neighbours, pids, board, timeout, Arena(neighbours.send_handle))
 
     # Collectives ----------------------------------------------------------------------------------------------
 
@@ -172,11 +181,10 @@ class SharedMemory:
         if self.count + 1 - through >= SLOTS:
             raise RuntimeError(f"{SLOTS} collectives were started and none of them was waited for")
         self.count += 1
-        place = self.arena.lend(self.count, sum(piece.numel() for piece in pieces) * like.element_size())
-        target = place.memory.view(like.dtype)
+        place, memory = self.arena.lend(self.count, sum(piece.numel() for piece in pieces) * like.element_size())
+        target = memory.view(like.dtype)
         torch.cat(list(pieces), out=target) if len(pieces) > 1 else target.copy_(like)
-        where = (place.segment.handle, place.segment.memory.numel(), place.start)
-        self.board[self._slot(self.count), self.rank] = where
+        self.board[self._slot(self.count), self.rank] = place.segment, place.start
         self.board[STARTED, self.rank] = self.count
         return self.count
 
@@ -186,16 +194,22 @@ class SharedMemory:
 
     def _read(self, number: int, peer: int, element: int, like: Tensor) -> Tensor:
         """What a peer has published in an operation, from an element on, as a tensor like `like`."""
-        handle, room, start = map(int, self.board[self._slot(number), peer])
-        memory = self.maps.get((peer, handle))
-        if memory is None:
-            try:
-                memory = self.maps[peer, handle] = mapped(self.pids[peer], handle, room)
-            except (OSError, RuntimeError) as error:
-                raise self._lost(peer) from error
+        segment, start = map(int, self.board[self._slot(number), peer])
+        memory = self._segment(peer, segment)
         size = like.element_size()
         start += element * size
         return memory[start : start + like.numel() * size].view(like.dtype)
+
+    def _segment(self, peer: int, number: int) -> Tensor:
+        if peer == self.rank:
+            return self.arena.segments[number]
+        known = self.mapped.setdefault(peer, [])
+        while len(known) <= number:
+            try:
+                known.append(mapped(self.neighbours.receive_handle(peer)))
+            except OSError as error:
+                raise self._lost(peer) from error
+        return known[number]
 
     def _finished(self, number: int) -> None:
         """The peers' parts were read. Operations may finish in any order; peers hear of those with none open before."""
