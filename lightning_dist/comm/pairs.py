@@ -20,6 +20,7 @@ None is differentiable twice: a collective in backward leaves no trace for a sec
 `torch.distributed.nn.functional` differs: its all-reduce adds up the gradients of losses that every rank has in full.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,123 +32,75 @@ from lightning_dist.comm.parts import part_of
 from lightning_dist.core.split import Split
 
 ACTIVATIONS, SHARED_GRADIENTS = "activations", "shared gradients"
+Move = Callable[[Tensor], Tensor]
 
 
-class _Spread(torch.autograd.Function):
+class _Pair(torch.autograd.Function):
+    """One move forward, its adjoint backward. The adjoint communicates, so it cannot be differentiated again."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
-        ctx.axis, ctx.purpose = axis, purpose
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, forth: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return forth(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.axis.all_reduce(grads[0].contiguous().clone(), purpose=ctx.purpose), None, None
+        return ctx.back(grads[0]), None, None
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return axis.all_reduce(x.contiguous().clone(), purpose=ACTIVATIONS)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+def _pair(x: Tensor, axis: Axis, forth: Move, back: Move) -> Tensor:
+    if axis.size == 1:
+        return x
+    out: Tensor = _Pair.apply(x, forth, back)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-        ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        part = part_of(x, dim, split, axis.rank)
-        return part.clone() if len(split.parts[axis.rank]) == 1 else part
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.gather_parts(grads[0], ctx.dim, ctx.split, purpose=ACTIVATIONS), None, None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-        ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return axis.gather_parts(x, dim, split, purpose=ACTIVATIONS)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return part_of(grads[0], ctx.dim, ctx.split, ctx.axis.rank).contiguous(), None, None, None
+def _sum(axis: Axis, purpose: str) -> Move:
+    return lambda x: axis.all_reduce(x.contiguous().clone(), purpose=purpose)
 
 
-class _CollectForUse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-        ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return axis.gather_parts(x, dim, split, purpose=ACTIVATIONS)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.total_parts(grads[0], ctx.dim, ctx.split, purpose=ACTIVATIONS), None, None, None
+def _slice(axis: Axis, dim: int, split: Split) -> Move:
+    return lambda x: part_of(x, dim, split, axis.rank).clone(memory_format=torch.contiguous_format)
 
 
-class _TotalParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-        ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return axis.total_parts(x, dim, split, purpose=ACTIVATIONS)
+def _gather(axis: Axis, dim: int, split: Split) -> Move:
+    return lambda x: axis.gather_parts(x, dim, split, purpose=ACTIVATIONS)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.axis.gather_parts(grads[0], ctx.dim, ctx.split, purpose=ACTIVATIONS), None, None, None
+
+def _scatter(axis: Axis, dim: int, split: Split) -> Move:
+    return lambda x: axis.total_parts(x, dim, split, purpose=ACTIVATIONS)
 
 
 def spread(x: Tensor, axis: Axis, *, purpose: str = ACTIVATIONS) -> Tensor:
     """`x` itself, the same on all ranks, about to be used differently on each: their gradients add up."""
-    if axis.size == 1:
-        return x
-    out: Tensor = _Spread.apply(x, axis, purpose)  # type: ignore[no-untyped-call]
-    return out
+    return _pair(x, axis, _same, _sum(axis, purpose))
 
 
 def total(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the ranks, on all of them, to be used alike."""
-    if axis.size == 1:
-        return x
-    out: Tensor = _Total.apply(x, axis)  # type: ignore[no-untyped-call]
-    return out
+    return _pair(x, axis, _sum(axis, ACTIVATIONS), _same)
 
 
 def take(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """This rank's part of `x`, which is the same on all ranks."""
-    if axis.size == 1:
-        return x
-    out: Tensor = _Take.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
-    return out
+    return _pair(x, axis, _slice(axis, dim, split), _gather(axis, dim, split))
 
 
 def collect(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """The whole from the ranks' parts, to be used alike on all of them."""
-    if axis.size == 1:
-        return x
-    out: Tensor = _Collect.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
-    return out
+    return _pair(x, axis, _gather(axis, dim, split), _slice(axis, dim, split))
 
 
 def collect_for_use(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """The whole from the ranks' parts, to be used differently on each: their gradients add up."""
-    if axis.size == 1:
-        return x
-    out: Tensor = _CollectForUse.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
-    return out
+    return _pair(x, axis, _gather(axis, dim, split), _scatter(axis, dim, split))
 
 
 def total_parts(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    if axis.size == 1:
-        return x
-    out: Tensor = _TotalParts.apply(x, axis, dim, split)  # type: ignore[no-untyped-call]
-    return out
+    return _pair(x, axis, _scatter(axis, dim, split), _gather(axis, dim, split))

@@ -11,7 +11,7 @@ ordinary `nn.Parameter` again and costs nothing.
 Assigning ``__class__`` is how torch itself turns an uninitialized parameter into a real one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_dist.core.errors import ReleasedParameterError, ShardedGradientError
 from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.params.fragment import Fragment
-from lightning_dist.params.questions import SHAPE_QUESTIONS, own_class, shape_of_piece
+from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, own_class, shape_of_piece
 
 _SLOT = "_lightning_dist_slot"
 
@@ -36,50 +36,22 @@ class Owner(Protocol):
         """Take over whole new values; False when writing is not open at this moment."""
 
 
-def _getters(names: Iterable[str]) -> set[object]:
-    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
-
-
-_ATTRIBUTES = """
-    shape dtype device layout requires_grad grad grad_fn is_leaf ndim is_cuda is_cpu is_meta is_sparse is_quantized
-    is_nested is_mkldnn is_xpu is_mps itemsize nbytes output_nr retains_grad _backward_hooks _version
-"""
-
-_METADATA: set[object] = _getters(_ATTRIBUTES.split()) | {
-    vars(torch._C.TensorBase)["grad"].__set__,
-    vars(torch._C.TensorBase)["requires_grad"].__set__,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.ndimension,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.element_size,
-    torch.Tensor.get_device,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_signed,
-    torch.Tensor.requires_grad_,
+_METADATA: set[object] = (QUESTIONS - {torch.Tensor.untyped_storage}) | {
+    getattr(torch.Tensor, "nbytes").__get__,  # noqa: B009 (a descriptor)
     torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
     torch.empty_like,
     torch.zeros_like,
     torch.ones_like,
     torch.full_like,
 }
-"""What can be answered without values."""
-
-_CONTIGUOUS: dict[object, Callable[[Tensor], object]] = {
-    torch.Tensor.stride: lambda p: torch.empty(p.shape, device="meta").stride(),
-    torch.Tensor.is_contiguous: lambda p: True,
-}
-"""Questions that the stand-in would answer wrongly: a gathered parameter is contiguous."""
+"""What can be answered without values, apart from the shape."""
 
 _COMPARISONS: set[object] = {torch.equal, torch.Tensor.__eq__}
+
+
+def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    cut = cut_of(tensor)
+    return shape_of_piece(tensor) if cut is None else cut.shape
 
 
 class ReleasedParameter(nn.Parameter):
@@ -92,9 +64,8 @@ class ReleasedParameter(nn.Parameter):
         """Answer questions about metadata; for anything else ask the owner for the values first."""
         kwargs = kwargs or {}
         parameter = args[0] if args else None
-        cut = cut_of(parameter)
-        if cut is not None and func in SHAPE_QUESTIONS:
-            return SHAPE_QUESTIONS[func](cut.shape, *args[1:], **kwargs)
+        if func in SHAPE_QUESTIONS and isinstance(parameter, Tensor):
+            return SHAPE_QUESTIONS[func](_whole_shape(parameter), *args[1:], **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -103,9 +74,8 @@ class ReleasedParameter(nn.Parameter):
                 return (
                     f"Parameter(values sharded over all ranks, shape={tuple(parameter.shape)}, dtype={parameter.dtype})"
                 )
-        if func in _CONTIGUOUS and isinstance(parameter, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                return _CONTIGUOUS[func](parameter)
+        if func is torch.Tensor.is_contiguous:
+            return True  # as it will be when it is gathered
         if func is torch.Tensor.copy_ and isinstance(parameter, ReleasedParameter):
             values = args[1] if len(args) > 1 else kwargs["src"]
             taken = owner_of(parameter).load(parameter, values)
@@ -128,9 +98,8 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer questions about metadata; refuse to show values that are not there."""
-        cut = cut_of(args[0]) if args else None
-        if cut is not None and func in SHAPE_QUESTIONS:
-            return SHAPE_QUESTIONS[func](cut.shape, *args[1:], **(kwargs or {}))
+        if func in SHAPE_QUESTIONS:
+            return SHAPE_QUESTIONS[func](_whole_shape(args[0]), *args[1:], **(kwargs or {}))
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
