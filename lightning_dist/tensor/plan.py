@@ -104,7 +104,7 @@ def _of_hugging_face(root: nn.Module, name: str, sub: nn.Module) -> dict[str, Ta
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             layer = getattr(sub, getter)()
-        except (AttributeError, NotImplementedError):
+        except NotImplementedError:  # how models without words (vision, audio) answer
             continue
         path = next((n for n, m in sub.named_modules() if m is layer), None) if layer is not None else None
         if path is not None and isinstance(layer, (nn.Embedding, nn.Linear)):
