@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import builtins
+import random
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist import ZeROStrategy
 from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
 from lightning_dist.core.layout import Layout
 from lightning_dist.zero import ZeroEngine
+from lightning_dist.zero.refusals import refuse_unsupported
 from tests.harness import ranks, run_script, world_size
-from tests.lit import Regressor, loader, trainer_on_ranks
+from tests.lit import Regressor, assert_same_weights, fit_both, loader, trainer_on_ranks, weights
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -97,6 +102,87 @@ MODELS = [
 def test_models_that_cannot_be_sharded(kind: type[Regressor], words: str, stage: int) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         trainer_on_ranks(stage, max_steps=1).fit(kind(), loader())
+
+
+class Pieces(nn.Module):
+    """Tensors as they are, as parameters and as buffers (which no state dict holds)."""
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        for index, values in enumerate(parameters):
+            self.register_parameter(f"p{index}", nn.Parameter(values))
+        for index, values in enumerate(buffers):
+            self.register_buffer(f"b{index}", values, persistent=False)
+
+
+def refused(module: nn.Module) -> str:
+    try:
+        refuse_unsupported(module, torch.device("cpu"))
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def any_view(memory: Tensor, draw: random.Random) -> Tensor:
+    """A slice of a matrix, whole or with steps, perhaps turned, flattened or read as twice as many narrower numbers."""
+    view = memory.view(draw.choice(((4, 12), (8, 6), (48, 1), (6, 8))))
+    for dim in range(2):
+        start = draw.randrange(view.shape[dim])
+        stop = draw.randint(start + 1, view.shape[dim])
+        view = view[(slice(None),) * dim + (slice(start, stop, draw.choice((1, 1, 2, 3))),)]
+    if view.stride(1) == 1 and draw.random() < 0.2:
+        return view.view(torch.float32)
+    return draw.choice((view, view.t(), view[0], view[:, 0]))
+
+
+def places(view: Tensor, memory: Tensor) -> set[int]:
+    """The bytes that a view holds, one by one."""
+    size, first = view.element_size(), view.data_ptr() - memory.data_ptr()
+    offsets = (sum(i * s for i, s in zip(index, view.stride(), strict=True)) for index in np.ndindex(*view.shape))
+    return {first + size * offset + byte for offset in offsets for byte in range(size)}
+
+
+def test_memory_that_two_tensors_share_is_refused_and_none_that_lies_between() -> None:
+    """1500 pairs of random slices of one storage, as two parameters and as a parameter and a buffer, counted out."""
+    draw, told = random.Random(0), Counter[tuple[bool, bool]]()
+    for _ in range(1500):
+        memory = torch.zeros(48, dtype=torch.float64)
+        one, other = any_view(memory, draw), any_view(memory, draw)
+        share = bool(places(one, memory) & places(other, memory))
+        lower, upper = sorted((one, other), key=Tensor.data_ptr)
+        told[share, upper.data_ptr() < lower.data_ptr() + lower.element_size() * lower.numel()] += 1
+        assert bool(refused(Pieces([one, other]))) == share
+        assert bool(refused(Pieces([one], [other]))) == share
+    assert len(told) == 4 and min(told.values()) > 40  # no first address and no number of bytes tells them apart
+
+
+def test_who_shares_memory_is_named_among_many() -> None:
+    memory = torch.zeros(6, 40)
+    columns = list(memory.unbind(1))
+    assert not refused(Pieces(columns))
+    assert "parameters p7 and p40 share memory" in refused(Pieces([*columns, memory[2:4, 7]]))
+    assert "buffer b1 shares memory with parameter p39" in refused(Pieces(columns, [torch.zeros(3), memory[5, 39:]]))
+
+
+def test_buffers_that_hold_less_than_their_shape_are_no_neighbours() -> None:
+    memory = torch.zeros(20)
+    assert not refused(Pieces([memory[1:]], [memory[:1].expand(5)]))
+    assert "buffer b0" in refused(Pieces([memory[1:]], [memory[1:2].expand(5)]))
+    assert not refused(Pieces([memory], [torch.eye(3).to_sparse(), torch.zeros(7, device="meta"), memory[:0]]))
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_interleaved_parameters_train_as_in_one_process(stage: int) -> None:
+    class Columns(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.cat([self.blocks[0].up.weight.detach(), self.blocks[1].up.weight.detach()], 1)  # type: ignore
+            for block, half in zip(self.blocks, both.chunk(2, 1), strict=False):
+                block.up.weight = nn.Parameter(half)  # type: ignore[union-attr]
+
+    trainer, ours, alone, reference = fit_both(stage, Columns, max_steps=2)
+    assert_same_weights(weights(trainer, ours), weights(alone, reference))
 
 
 @ranks(2)

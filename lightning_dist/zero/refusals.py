@@ -1,7 +1,10 @@
 """What cannot be sharded, refused by name before anything is touched."""
 
+from dataclasses import dataclass
+from math import gcd
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.comm.agreement import DIFFERENT_MODELS, insist_on_equal
 from lightning_dist.comm.rollcall import RollCall
@@ -36,25 +39,67 @@ def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
 
 def _refuse_shared_storage(module: nn.Module) -> None:
     """What lies over the same memory is tied in one process and would come apart in flat buffers."""
-    pieces = [(without_answers(p).detach(), name) for name, p in module.named_parameters()]
-    spans = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for p, name in pieces)
-    end, last = 0, ""
-    for start, size, name in spans:
-        if size and start < end:
+    parameters = [_Stretch(n, without_answers(p).detach()) for n, p in module.named_parameters()]
+    buffers = [_Stretch(n, b, is_buffer=True) for n, b in module.named_buffers() if b.layout is torch.strided]
+    for stretches in _touching([s for s in (*parameters, *buffers) if s.tensor.numel()]):
+        if shared := _first_shared(stretches):
+            first, second = shared
             raise UnsupportedModelError(
-                f"parameters {last} and {name} share memory without being the same parameter: tie them by assigning "
-                "the parameter itself (`b.weight = a.weight`)"
+                f"buffer {second.name} shares memory with parameter {first.name}, from which sharding would part it: "
+                "give it a copy (`.clone()`), or read the parameter in its place"
+                if second.is_buffer
+                else f"parameters {first.name} and {second.name} share memory without being the same parameter: tie "
+                "them by assigning the parameter itself (`b.weight = a.weight`)"
             )
-        if size:
-            end, last = start + size, name
-    for name, buffer in module.named_buffers():
-        low, high = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
-        for start, size, other in spans:
-            if start < high and low < start + size:
-                raise UnsupportedModelError(
-                    f"buffer {name} shares memory with parameter {other}, from which sharding would part it: give it "
-                    "a copy (`.clone()`), or read the parameter in its place"
-                )
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The memory from the first to the last byte of a tensor, which need not hold all of it (`matrix[:, ::2]`)."""
+
+    name: str
+    tensor: Tensor
+    is_buffer: bool = False
+
+    @property
+    def start(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def stop(self) -> int:
+        reach = sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        return self.start + (reach + 1) * self.tensor.element_size()
+
+
+def _touching(stretches: list[_Stretch]) -> list[list[_Stretch]]:
+    """Those that reach into each other, together."""
+    together: list[list[_Stretch]] = []
+    end = -1
+    for stretch in sorted(stretches, key=lambda s: s.start):
+        if stretch.start >= end:
+            together.append([])
+        together[-1].append(stretch)
+        end = max(end, stretch.stop)
+    return together
+
+
+def _first_shared(stretches: list[_Stretch]) -> tuple[_Stretch, _Stretch] | None:
+    """A parameter and what lies over one of its elements: found by marking the places that each one holds."""
+    if len(stretches) == 1 or all(stretch.is_buffer for stretch in stretches):
+        return None
+    low, high = min(s.start for s in stretches), max(s.stop for s in stretches)
+    unit = gcd(*(s.start - low for s in stretches), *(s.tensor.element_size() for s in stretches))  # bytes of a place
+    marks = torch.zeros((high - low) // unit, dtype=torch.int32)  # 0, or the number of the parameter that lies here
+    ordered = sorted(stretches, key=lambda s: s.is_buffer)  # buffers may share with each other, so they mark nothing
+    for number, stretch in enumerate(ordered, 1):
+        places = stretch.tensor.element_size() // unit
+        strides = (*(stride * places for stride in stretch.tensor.stride()), 1)
+        held = marks.as_strided((*stretch.tensor.shape, places), strides, (stretch.start - low) // unit)
+        if earlier := int(held.max()):
+            return ordered[earlier - 1], stretch
+        if not stretch.is_buffer:
+            held.fill_(number)
+    return None
 
 
 def _unsupported(parameter: nn.Parameter, device: torch.device) -> str | None:
