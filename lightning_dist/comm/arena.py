@@ -7,7 +7,8 @@ when they are first written.
 """
 
 import os
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,41 +46,52 @@ class Place:
 class Arena:
     """Segments of one process. Places are lent from the lowest free one; where none is left, a segment is added.
 
-    So lending never waits for anyone, and memory grows to what is lent at once, no further. `announce` is called with
-    the handle of every new segment, before anything is put there.
+    So lending never waits for anyone. A new segment is as large as all before it together, so there are few, but its
+    pages come only with use: memory grows to what is lent at once, no further. `announce` is called with the handle of
+    every new segment, before anything is put there.
     """
 
     announce: Callable[[int], None]
     segments: list[Tensor] = field(default_factory=list)
-    lent: dict[int, Place] = field(default_factory=dict)
+    lent: dict[Hashable, Place] = field(default_factory=dict)
+    taken: list[list[tuple[int, int]]] = field(default_factory=list)  # of each segment, in order
 
-    def lend(self, number: int, num_bytes: int) -> tuple[Place, Tensor]:
-        """A place of so many bytes until `take_back` has passed `number`, and the bytes."""
-        place = self._free_place(num_bytes)
-        if place is None:
-            handle = new_handle(max(SMALLEST, 1 << (_aligned(num_bytes) - 1).bit_length()))
+    def lend(self, name: Hashable, num_bytes: int) -> tuple[Place, Tensor]:
+        """A place of so many bytes until `take_back`, and the bytes."""
+        need = aligned(num_bytes)
+        segment, start = self._free_place(need)
+        if segment == len(self.segments):
+            handle = new_handle(max(SMALLEST, 1 << (need - 1).bit_length(), self.num_bytes))
             self.announce(handle)
             self.segments.append(mapped(handle))
-            place = Place(len(self.segments) - 1, 0, num_bytes)
-        self.lent[number] = place
-        return place, self.segments[place.segment][place.start : place.stop]
+            self.taken.append([])
+        insort(self.taken[segment], (start, start + need))
+        self.lent[name] = place = Place(segment, start, start + num_bytes)
+        return place, self.segments[segment][start : place.stop]
 
-    def _free_place(self, num_bytes: int) -> Place | None:
-        for index, memory in enumerate(self.segments):
-            start = 0
-            for taken in sorted((p for p in self.lent.values() if p.segment == index), key=lambda p: p.start):
-                if taken.start - start >= _aligned(num_bytes):
-                    break
-                start = max(start, _aligned(taken.stop))
-            if start + num_bytes <= memory.numel():
-                return Place(index, start, start + num_bytes)
-        return None
+    @property
+    def num_bytes(self) -> int:
+        """Size of all segments."""
+        return sum(segment.numel() for segment in self.segments)
 
-    def take_back(self, number: int) -> None:
-        """Everything lent under this number and those before it is free."""
-        for old in [n for n in self.lent if n <= number]:
-            del self.lent[old]
+    def _free_place(self, need: int) -> tuple[int, int]:
+        """Segment and start; the segment after the last where none has room."""
+        for segment, taken in enumerate(self.taken):
+            free = 0
+            for start, stop in taken:
+                if start - free >= need:
+                    return segment, free
+                free = stop
+            if free + need <= self.segments[segment].numel():
+                return segment, free
+        return len(self.segments), 0
+
+    def take_back(self, name: Hashable) -> None:
+        """What was lent under this name is free."""
+        place = self.lent.pop(name)
+        self.taken[place.segment].remove((place.start, place.start + aligned(place.stop - place.start)))
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """So many bytes and those that are left free after them."""
     return -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT

@@ -27,6 +27,9 @@ class Waitable(Protocol):
     def wait(self) -> object:
         """Block (CPU) or order the current stream (CUDA) until the transfer is done."""
 
+    def is_completed(self) -> bool:
+        """Whether it is known to be done."""
+
 
 @dataclass
 class Pending:
@@ -58,12 +61,12 @@ def all_gather(flat: Tensor, *, group: dist.ProcessGroup, p2p: bool) -> Pending:
     n, me = group.size(), group.rank()
     chunks = flat.chunk(n)
     if not p2p:
-        return Pending([_started(all_gather_single(flat, chunks[me], group=group, async_op=True))])
+        return Pending([started(all_gather_single(flat, chunks[me], group=group, async_op=True))])
     works = []
     for peer in range(n):
         if peer != me:
-            works.append(_started(dist.isend(chunks[me], group=group, group_dst=peer)))
-            works.append(_started(dist.irecv(chunks[peer], group=group, group_src=peer)))
+            works.append(started(dist.isend(chunks[me], group=group, group_dst=peer)))
+            works.append(started(dist.irecv(chunks[peer], group=group, group_src=peer)))
     return Pending(works)
 
 
@@ -80,7 +83,7 @@ def reduce_scatter(
     chunks = flat.chunk(n)
     if not p2p:
         reduced = out if not add and out.dtype == flat.dtype else torch.empty_like(chunks[me])
-        work = _started(reduce_scatter_single(reduced, flat, group=group, async_op=True))
+        work = started(reduce_scatter_single(reduced, flat, group=group, async_op=True))
 
         def deliver() -> None:
             if reduced is out:
@@ -97,8 +100,8 @@ def reduce_scatter(
     works = []
     for peer in range(n):
         if peer != me:
-            works.append(_started(dist.isend(chunks[peer], group=group, group_dst=peer)))
-            works.append(_started(dist.irecv(received[peer], group=group, group_src=peer)))
+            works.append(started(dist.isend(chunks[peer], group=group, group_dst=peer)))
+            works.append(started(dist.irecv(received[peer], group=group, group_src=peer)))
 
     def total() -> None:
         if add:
@@ -113,7 +116,7 @@ def reduce_scatter(
 
 def all_reduce(flat: Tensor, *, group: dist.ProcessGroup, scale: float) -> Pending:
     """``flat = scale * sum over ranks``, in place."""
-    work = _started(dist.all_reduce(flat, group=group, async_op=True))
+    work = started(dist.all_reduce(flat, group=group, async_op=True))
     return Pending([work], lambda: _scale(flat, scale))
 
 
@@ -122,7 +125,7 @@ def _scale(flat: Tensor, scale: float) -> None:
         flat.mul_(scale)
 
 
-def _started(work: object) -> Waitable:
-    """torch types an async call as Optional; None only comes back when this rank is outside the group."""
+def started(work: object) -> Waitable:
+    """What a call has started: torch types it as Optional; None only comes back when this rank is outside the group."""
     assert work is not None
     return cast(Waitable, work)

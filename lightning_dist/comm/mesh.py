@@ -5,26 +5,33 @@ collectives whose order relative to each other may differ between ranks (gradien
 parameters arrive when they are needed) must not share one.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.comm import collectives
+from lightning_dist.comm import collectives, mail
+from lightning_dist.comm.alarm import Alarm
+from lightning_dist.comm.board import Terms
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.ledger import Ledger
+from lightning_dist.comm.mail import BackendCarrier, Carrier, FakeCarrier, Mail
 from lightning_dist.comm.parts import join, part_of
 from lightning_dist.comm.rollcall import RollCall
 from lightning_dist.comm.shared import SharedMemory
+from lightning_dist.comm.shared_mail import SharedCarrier
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.core.layout import AXES, Layout
 from lightning_dist.core.split import Split
 from lightning_dist.core.stages import ring_bytes
 
 CHANNELS = ("gather", "reduce")
+WITH_MAIL = ("pp",)
+"""Axes along which ranks send each other messages."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class Axis:
     """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name.
 
     `rollcall`, where there is one, is that of the world: reads that ranks might make alone are announced by it.
-    `shared` holds the channels that go through shared memory; the others use the backend.
+    `shared` holds the channels that go through shared memory; the others use the backend. `mail` carries messages from
+    rank to rank, on an axis that has them and is longer than 1.
     """
 
     name: str
@@ -44,6 +52,7 @@ class Axis:
     ledger: Ledger
     rollcall: RollCall | None = None
     shared: dict[str, SharedMemory] = field(default_factory=dict)
+    mail: Mail | None = None
 
     @property
     def p2p(self) -> bool:
@@ -199,6 +208,12 @@ class Mesh:
     axes: dict[str, Axis]
     ledger: Ledger
     rollcall: RollCall
+    alarm: Alarm | None = None
+
+    @property
+    def pp(self) -> Axis:
+        """The pipeline axis, the one with `mail`."""
+        return self.axes["pp"]
 
     @property
     def dp(self) -> Axis:
@@ -214,6 +229,15 @@ class Mesh:
     def world(self) -> Axis:
         """All ranks in one line, for sums over the whole world."""
         return self.axes["world"]
+
+    def abort(self, reason: str) -> None:
+        """This rank has failed: all that wait in shared memory, or begin to, raise PeerLostError with this reason.
+
+        The mesh stays aborted, on all ranks; only the first reason counts. Where there is no shared memory nothing
+        happens: peers on backends hear of it when this process ends.
+        """
+        if self.alarm is not None:
+            self.alarm.ring(reason)
 
     @classmethod
     def from_world(
@@ -237,18 +261,24 @@ class Mesh:
         rank = dist.get_rank()
         ledger = Ledger()
         backend = str(dist.get_backend())
-        memory_timeout = timeout if shared_memory and backend == "gloo" else None
-        rollcall = RollCall.for_world(backend, ledger, memory_timeout)
-        axes = {axis: _make_axis(axis, layout, rank, backend, ledger, rollcall, memory_timeout) for axis in AXES}
-        axes["world"] = _make_world(axes, layout, rank, backend, ledger, memory_timeout)
         device = (
             device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
-        return cls(layout, rank, device, axes, ledger, rollcall)
+        talks = shared_memory and backend == "gloo" and layout.world_size > 1
+        alarm = Alarm.connect(dist.group.WORLD) if talks and dist.group.WORLD is not None else None
+        terms = Terms(timeout, alarm) if talks else None
+        rollcall = RollCall.for_world(backend, ledger, terms)
+        axes = {}
+        for name in AXES:
+            axes[name] = axis = _make_axis(name, layout, rank, backend, ledger, rollcall, terms)
+            if name in WITH_MAIL and axis.size > 1:
+                axes[name] = replace(axis, mail=_make_mail(axis, layout, device, terms))
+        axes["world"] = _make_world(axes, layout, rank, backend, ledger, terms)
+        return cls(layout, rank, device, axes, ledger, rollcall, alarm)
 
 
 def _make_axis(
-    name: str, layout: Layout, rank: int, backend: str, ledger: Ledger, rollcall: RollCall, memory_timeout: float | None
+    name: str, layout: Layout, rank: int, backend: str, ledger: Ledger, rollcall: RollCall, terms: Terms | None
 ) -> Axis:
     position = layout.coordinates(rank)[name]
     size = layout.size(name)
@@ -260,20 +290,39 @@ def _make_axis(
             if rank in ranks:
                 groups[channel] = group
                 mine = tuple(ranks)
-    shared = _connect(groups, memory_timeout)
+    shared = _connect(groups, terms)
     return Axis(name, size, position, mine, groups, backend, ledger, rollcall, shared)
 
 
-def _connect(groups: dict[str, dist.ProcessGroup], timeout: float | None) -> dict[str, SharedMemory]:
+def _connect(groups: dict[str, dist.ProcessGroup], terms: Terms | None) -> dict[str, SharedMemory]:
     """The channels that can go through shared memory."""
-    if timeout is None:
+    if terms is None:
         return {}
-    joined = {channel: SharedMemory.connect(group, timeout=timeout) for channel, group in groups.items()}
+    joined = {channel: SharedMemory.connect(group, terms) for channel, group in groups.items()}
     return {channel: memory for channel, memory in joined.items() if memory is not None}
 
 
+def _make_mail(axis: Axis, layout: Layout, device: torch.device, terms: Terms | None) -> Mail:
+    """The mail of an axis of more than one rank. Collective over the world."""
+
+    def my_group(backend: str) -> dist.ProcessGroup:
+        made: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in layout.groups(axis.name)]
+        return made[layout.groups(axis.name).index(list(axis.ranks))]
+
+    carrier: Carrier | None = None
+    if axis.backend == "fake":
+        carrier = FakeCarrier()
+    else:
+        gloo = my_group("gloo")
+        carrier = None if terms is None else SharedCarrier.connect(gloo, terms)
+        if carrier is None:
+            lines = itertools.product(mail.CHANNELS, (True, False)) if axis.backend != "gloo" else ()
+            carrier = BackendCarrier(axis.rank, gloo, device, {line: my_group(axis.backend) for line in lines})
+    return Mail(axis.name, axis.rank, axis.size, carrier, axis.ledger)
+
+
 def _make_world(
-    axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger, memory_timeout: float | None
+    axes: dict[str, Axis], layout: Layout, rank: int, backend: str, ledger: Ledger, terms: Terms | None
 ) -> Axis:
     """The line of all ranks; an axis that spans the world already serves."""
     for axis in axes.values():
@@ -281,5 +330,5 @@ def _make_world(
             return axis
     everyone = tuple(range(layout.world_size))
     groups = {channel: dist.new_group(everyone, backend=backend) for channel in CHANNELS}
-    shared = _connect(groups, memory_timeout)
+    shared = _connect(groups, terms)
     return Axis("world", layout.world_size, rank, everyone, groups, backend, ledger, shared=shared)

@@ -1,10 +1,15 @@
-"""Sockets between the processes of one machine, for what only they can carry: handles of open files."""
+"""The processes of one machine: which they are, and sockets between them for what only those carry, open files."""
 
+import os
+import platform
 import socket
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
 
 PATIENCE = 60.0
 
@@ -44,11 +49,11 @@ class Neighbours:
         weakref.finalize(neighbours, _close, met)
         return neighbours
 
-    def send_handle(self, handle: int) -> None:
-        """To every other rank. What a rank that has gone does not take is lost with it."""
-        for peer in self.sockets.values():
+    def send_handle(self, handle: int, peers: Iterable[int] | None = None) -> None:
+        """To some ranks, or to every other. What a rank that has gone does not take is lost with it."""
+        for peer in self.sockets if peers is None else peers:
             try:
-                socket.send_fds(peer, [b"h"], [handle])
+                socket.send_fds(self.sockets[peer], [b"h"], [handle])
             except (BrokenPipeError, ConnectionResetError):
                 continue
 
@@ -62,6 +67,40 @@ class Neighbours:
         if not handles:
             raise ConnectionResetError(f"rank {peer} has gone")
         return handles[0]
+
+    def share(self, make: Callable[[], int]) -> int:
+        """One handle for all ranks, made by the first of them; to be closed by the caller. Collective."""
+        if self.rank:
+            return self.receive_handle(0)
+        handle = make()
+        self.send_handle(handle)
+        return handle
+
+
+def said_by_all(mine: object, group: dist.ProcessGroup) -> list[object]:
+    """Every rank's picklable object, in rank order; over gloo. Collective."""
+    said: list[object] = [None] * group.size()
+    dist.all_gather_object(said, mine, group=group)
+    return said
+
+
+def machine() -> str | None:
+    """Names this machine as far as memory is concerned; None where shared memory cannot be used."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+    usable = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+    return f"{boot} {space}" if usable else None
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _close(sockets: dict[int, socket.socket]) -> None:

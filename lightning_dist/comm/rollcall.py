@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from lightning_dist.comm.board import Terms
 from lightning_dist.comm.collectives import all_gather_single
 from lightning_dist.comm.ledger import Ledger
 from lightning_dist.comm.shared import SharedMemory
@@ -92,17 +93,17 @@ class RollCall:
     shared: SharedMemory | None = None
 
     @classmethod
-    def for_world(cls, backend: str, ledger: Ledger, memory_timeout: float | None = None) -> "RollCall":
+    def for_world(cls, backend: str, ledger: Ledger, terms: Terms | None = None) -> "RollCall":
         """A roll call over the default world. In a fake world nobody answers, so everyone is taken to agree.
 
         Args:
-            memory_timeout: where ranks may talk through shared memory, the seconds that one waits there for another.
+            terms: on which ranks may talk through shared memory, if they may.
         """
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1 or backend == "fake":
             return cls(None, size, rank, ledger)
         group = dist.new_group(backend="gloo")
-        shared = None if memory_timeout is None else SharedMemory.connect(group, timeout=memory_timeout)
+        shared = None if terms is None else SharedMemory.connect(group, terms)
         return cls(group, size, rank, ledger, shared=shared)
 
     def ask(self, place: Place, answer: int = 0, *, what: str = "") -> list[int]:
@@ -164,6 +165,8 @@ class RollCall:
                 self.shared.all_gather(heard).wait()
             else:
                 all_gather_single(heard, mine, group=self.group)
+        except PeerLostError as error:
+            raise PeerLostError(f"rank {self.rank} is {place.words} and {error}") from error
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self.rank} stops {place.words}: another rank failed or died (see its own traceback)"

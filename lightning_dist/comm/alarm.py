@@ -1,0 +1,74 @@
+"""One alarm per machine: a rank that failed, while its process lives on, says so to all that wait in shared memory.
+
+A rank in shared memory waits for numbers to grow; that a peer has died is seen by its process id, but a peer whose code
+raised may live for long: in a notebook, in a handler, in the teardown of a Trainer. So whoever waits also looks here.
+The first rank that rings is the cause; what others say later follows from it.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from lightning_dist.comm.arena import mapped, new_handle
+from lightning_dist.comm.neighbours import Neighbours, machine, said_by_all
+from lightning_dist.core.errors import PeerLostError
+
+LETTERS = 1000
+"""Bytes of a reason that are passed on."""
+
+
+@dataclass(eq=False)
+class Alarm:
+    """Seen by all ranks of the world that run on this machine; once it rings it never stops.
+
+    `rung` holds when each of them rang, in nanoseconds of the machine's clock, or 0.
+    """
+
+    rank: int
+    ranks: list[int]
+    rung: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    reasons: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
+
+    @classmethod
+    def connect(cls, world: dist.ProcessGroup) -> "Alarm | None":
+        """Join the ranks that share this rank's machine; None where shared memory cannot be used. Collective."""
+        machines = said_by_all(machine(), world)
+        here = machines[world.rank()]
+        ranks = [rank for rank, other in enumerate(machines) if other == here]
+
+        def exchange(mine: object) -> list[object]:
+            said = said_by_all(mine, world)
+            return [said[rank] for rank in ranks]
+
+        me = ranks.index(world.rank())
+        neighbours: Neighbours | None = None
+        with contextlib.suppress(OSError):
+            neighbours = Neighbours.meet(me, len(ranks), exchange)
+        if not all(exchange(here is not None and neighbours is not None)) or neighbours is None:
+            return None
+        memory = mapped(neighbours.share(lambda: new_handle((8 + LETTERS) * len(ranks)))).numpy()
+        rung = memory[: 8 * len(ranks)].view(np.int64)
+        return cls(world.rank(), ranks, rung, memory[rung.nbytes :].reshape(-1, LETTERS))
+
+    def ring(self, reason: str) -> None:
+        """Tell all that this rank has failed. Only the first call counts."""
+        me = self.ranks.index(self.rank)
+        if not self.rung[me]:
+            words = np.frombuffer(reason.encode()[:LETTERS], np.uint8)
+            self.reasons[me, : len(words)] = words
+            self.rung[me] = time.monotonic_ns()
+
+    def listen(self) -> None:
+        """Raises PeerLostError once a rank has rung; it names the first one and its reason."""
+        if not self.rung.any():
+            return
+        first = min((when, index) for index, when in enumerate(self.rung.tolist()) if when)[1]
+        reason = self.reasons[first].tobytes().rstrip(b"\0").decode(errors="ignore")
+        who = "this rank" if self.ranks[first] == self.rank else f"rank {self.ranks[first]} of the world"
+        raise PeerLostError(
+            f"stops because {who} has failed: {reason or 'no reason given'} (see its own traceback). "
+            "A mesh that was aborted stays so: start all ranks again"
+        )
