@@ -23,7 +23,8 @@ from lightning_dist.comm.arena import mapped, new_handle
 from lightning_dist.comm.neighbours import Neighbours, alive, machine, said_by_all
 from lightning_dist.core.errors import PeerLostError
 
-SPINS, NAP, LOOK_FOR_THE_DEAD = 200, 20e-6, 0.2
+SPINS, NAP, LONGEST_NAP, LOOK_FOR_THE_DEAD = 200, 20e-6, 1e-3, 0.2
+CORES = os.cpu_count() or 1  # to ask takes longer than many a wait
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -100,15 +101,15 @@ class Board:
         Raises:
             PeerLostError: one of these has died or does not come in time, or any rank of the world has aborted.
         """
-        for _ in range(SPINS if self.size <= (os.cpu_count() or 1) else 5):  # where ranks share cores, nap at once
+        for _ in range(SPINS if self.size <= CORES else 5):  # where ranks share cores, nap at once
             if ready():
                 return
         begun = looked = time.monotonic()
         while not ready():
             if self.terms.alarm is not None:
                 self.terms.alarm.listen()
-            time.sleep(NAP)
             now = time.monotonic()
+            time.sleep(min(max(NAP, (now - begun) / 20), LONGEST_NAP))  # a wait becomes a twentieth longer at most
             if now - looked > LOOK_FOR_THE_DEAD:
                 looked = now
                 missing = late()
