@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -13,7 +14,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_dist import ZeROStrategy
+from lightning_dist import ShardedStrategy, ZeROStrategy
 from tests.harness import rank, world_size
 
 for _name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities"):
@@ -61,7 +62,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-def trainer_on_ranks(strategy: ZeROStrategy | int, **options: Any) -> L.Trainer:
+def trainer_on_ranks(strategy: ShardedStrategy | int, **options: Any) -> L.Trainer:
     """A Trainer over all ranks of the pool."""
     if isinstance(strategy, int):
         strategy = ZeROStrategy(strategy)
@@ -72,6 +73,22 @@ def trainer_on_ranks(strategy: ZeROStrategy | int, **options: Any) -> L.Trainer:
 def trainer_alone(**options: Any) -> L.Trainer:
     """A Trainer of one process: what the ranks together must equal."""
     return L.Trainer(devices=1, strategy="auto", **{**QUIET, **options})
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Lines that Lightning's rank-zero helper says in the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.ERROR)
 
 
 def loader(samples: int = 48, per_rank: int = 2, *, alone: bool = False, seed: int = 0) -> DataLoader[Any]:
@@ -145,7 +162,7 @@ class Regressor(L.LightningModule):
 
 def weights(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Tensor]:
     """Whole parameters by name, on every rank."""
-    if isinstance(trainer.strategy, ZeROStrategy):
+    if isinstance(trainer.strategy, ShardedStrategy):
         with trainer.strategy.gathered(module):
             return {name: p.detach().clone() for name, p in module.named_parameters()}
     return {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -160,7 +177,7 @@ def assert_same_weights(got: dict[str, Tensor], want: dict[str, Tensor], *, rel:
 
 
 def fit_both(
-    stage: int | ZeROStrategy, make: Callable[[], L.LightningModule], *, val: bool = False, **options: Any
+    stage: int | ShardedStrategy, make: Callable[[], L.LightningModule], *, val: bool = False, **options: Any
 ) -> tuple[L.Trainer, L.LightningModule, L.Trainer, L.LightningModule]:
     """Fit the module on the ranks and alone, on the same global batches."""
     ours, reference = make(), make()

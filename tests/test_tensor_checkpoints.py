@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_dist import TensorParallelStrategy, ZeROStrategy
+from lightning_dist import ShardedStrategy, TensorParallelStrategy, ZeROStrategy
 from lightning_dist.core.errors import RankMismatchError
 from tests.harness import rank, ranks, world_size
 from tests.lit import trainer_alone, trainer_on_ranks
 from tests.tp.lit import Lit, fit_both, texts, whole_weights
 
-KINDS: dict[str, tuple[int, Callable[[], ZeROStrategy] | None]] = {
+KINDS: dict[str, tuple[int, Callable[[], ShardedStrategy] | None]] = {
     "tp on 2": (2, TensorParallelStrategy),
     "tp on 4": (4, TensorParallelStrategy),
     "tp2 x dp2": (4, lambda: TensorParallelStrategy(tp=2)),
@@ -63,7 +63,7 @@ def trained(kind: str, epochs: int, path: str | None = None) -> tuple[L.Trainer,
 
 def everything(trainer: L.Trainer, module: Tokens) -> dict[str, Tensor]:
     """Whole weights and moments, on every rank."""
-    if not isinstance(trainer.strategy, ZeROStrategy):
+    if not isinstance(trainer.strategy, ShardedStrategy):
         values = {n: p.detach().clone() for n, p in module.named_parameters()}
         state = trainer.optimizers[0].state_dict()["state"]
         return values | {f"{n}.{k}": v for n, s in state.items() for k, v in s.items()}
@@ -88,7 +88,7 @@ def read(kind: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
     assert module.losses == []
     trainer, module = trained(kind, 2, path)
     losses = torch.tensor(module.losses)
-    if isinstance(trainer.strategy, ZeROStrategy):
+    if isinstance(trainer.strategy, ShardedStrategy):
         losses = trainer.strategy.reduce(losses)
     return loaded, losses.tolist()
 

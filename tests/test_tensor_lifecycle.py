@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist import TensorParallelStrategy, ZeROStrategy
+from lightning_dist import ShardedStrategy, TensorParallelStrategy
 from lightning_dist.core.errors import NonFiniteLossError
 from tests.harness import rank, ranks, world_size
-from tests.lit import trainer_alone, trainer_on_ranks
+from tests.lit import told, trainer_alone, trainer_on_ranks
 from tests.test_averaging import CALLBACKS
 from tests.tp.lit import Lit, Texts, assert_same, fit_both, texts, whole_weights
 from tests.tp.models import HandWrittenGPT
@@ -188,4 +189,41 @@ def test_other_trainers_in_between_leave_no_trace() -> None:
     trainer_alone(max_steps=1).fit(plain, texts())
     assert all(type(p) is nn.Parameter for p in plain.parameters())
     assert world_size() == 2
-    assert isinstance(ours.strategy, ZeROStrategy)
+    assert isinstance(ours.strategy, ShardedStrategy)
+
+
+@ranks(4)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
+def test_the_line_at_setup_counts_what_a_rank_holds_and_sends(sequence_parallel: bool) -> None:
+    strategy = TensorParallelStrategy(tp=2, sequence_parallel=sequence_parallel)
+    trainer = trainer_on_ranks(strategy, max_steps=1)
+    with told() as lines:
+        trainer.fit(Lit(), texts(replicas=2, replica=rank() // 2))
+    everything = parts = 0
+    for slot in strategy.engine.slots.values():
+        own, split = slot.parameter.numel(), None if slot.cut is None else slot.cut.split
+        if split is not None:
+            own = own * split.sizes[strategy.mesh.tp.rank] // split.size
+            parts += own
+        everything += own
+    assert 0 < parts < everything
+    sent = strategy.mesh.ledger.total(axis="dp", purpose="gradients")
+    assert 1000 < sent < 1_000_000
+    want = (
+        f"tp2{' with sequence parallelism' if sequence_parallel else ''}, 2 replicas: per rank {everything:,} "
+        f"parameters, of which {parts:,} are its parts of cut matrices; gradients of the replicas: {sent / 1e3:.1f} kB "
+        "per step"
+    )
+    assert (want in lines) == (rank() == 0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_average_that_is_whole_on_every_rank_is_told(tp: int) -> None:
+    """Where ranks hold parts of the model."""
+    trainer = trainer_on_ranks(TensorParallelStrategy(tp=tp), max_steps=1, callbacks=[CALLBACKS["ema"]()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Lit(), texts(replicas=2 // tp, replica=rank() % (2 // tp)))
+    found = ["keeps a whole average" in str(warning.message) for warning in caught]
+    assert any(found) == (tp == 2 and rank() == 0)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist import TensorParallelStrategy, ZeROStrategy
+from lightning_dist import ShardedStrategy, TensorParallelStrategy, ZeROStrategy
 from lightning_dist.core.errors import LightningDistError, ShardedGradientError, UnsupportedOptimizerError
 from lightning_dist.core.shard import cut_of
 from tests.harness import rank, ranks, world_size
@@ -102,7 +102,7 @@ class Clipped(Lit):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy = self.trainer.strategy
-        if isinstance(strategy, ZeROStrategy):
+        if isinstance(strategy, ShardedStrategy):
             self.norms.append(float(strategy.grad_norm()))
         else:
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -241,7 +241,7 @@ class Norms(Lit):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy = self.trainer.strategy
         for kind in (1.0, 2.0, math.inf):
-            if isinstance(strategy, ZeROStrategy):
+            if isinstance(strategy, ShardedStrategy):
                 self.found |= strategy.grad_norms(kind)
                 self.found[f"{kind}"] = float(strategy.grad_norm(kind))
                 with strategy.gathered(gradients=True):
@@ -401,7 +401,7 @@ def test_a_module_goes_on_under_another_strategy(name: str, then: str) -> None:
     """It is made whole for the next Trainer, whatever that does with it."""
     strategy = TensorParallelStrategy(sequence_parallel=then == "zero2")
     ours, module, _, alone = fit_both(lambda: Lit(name), strategy, max_epochs=1)
-    kinds: dict[str, Callable[[], ZeROStrategy]] = {
+    kinds: dict[str, Callable[[], ShardedStrategy]] = {
         "tp2": lambda: TensorParallelStrategy(tp=2),
         "sequence": lambda: TensorParallelStrategy(sequence_parallel=True),
     }
@@ -528,7 +528,7 @@ class EditsGradients(Lit):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy = self.trainer.strategy
-        if isinstance(strategy, ZeROStrategy):
+        if isinstance(strategy, ShardedStrategy):
             with strategy.gathered(self, gradients=True):
                 self.edit()
         else:
@@ -559,7 +559,7 @@ class EditsWeights(L.Callback):
     """Values read and written whole, outside steps; rank 0's count."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if isinstance(trainer.strategy, ZeROStrategy):
+        if isinstance(trainer.strategy, ShardedStrategy):
             with trainer.strategy.gathered(module), torch.no_grad():
                 self.edit(module)
         else:
@@ -601,7 +601,7 @@ def test_gathered_inside_a_training_step() -> None:
         def training_step(self, batch: Any, index: int) -> Tensor:
             strategy, extra = self.trainer.strategy, torch.zeros(())
             weight = self.model.blocks[0].up.weight  # type: ignore[union-attr, index]
-            if isinstance(strategy, ZeROStrategy):
+            if isinstance(strategy, ShardedStrategy):
                 with strategy.gathered(self):
                     extra = (weight.tril() ** 2).sum() + weight[3].abs().sum() + torch.linalg.matrix_norm(weight)
             else:
@@ -741,7 +741,7 @@ def test_adapters_equal_one_process() -> None:
 
     class Note(L.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            if isinstance(trainer.strategy, ZeROStrategy):
+            if isinstance(trainer.strategy, ShardedStrategy):
                 initial.update(whole_weights(trainer, module))
 
     reference = Adapted()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,16 @@ from lightning_dist.core.errors import (
     ShardedGradientError,
 )
 from tests.harness import rank, ranks, world_size
-from tests.lit import Regressor, assert_same_weights, fit_both, loader, trainer_alone, trainer_on_ranks, weights
+from tests.lit import (
+    Regressor,
+    assert_same_weights,
+    fit_both,
+    loader,
+    told,
+    trainer_alone,
+    trainer_on_ranks,
+    weights,
+)
 
 STAGES = (0, 1, 2, 3)
 CALLS = ("fit", "validate", "test", "predict", "save")
@@ -546,6 +554,38 @@ def test_nan_on_one_rank_stops_or_skips_on_all(stage: int) -> None:
     assert all(bool(torch.isfinite(value).all()) for value in steps[3].values())
 
 
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "manual"])
+def test_a_nan_in_any_accumulated_batch_skips_the_step(stage: int, by_hand: bool) -> None:
+    """Batch 2 is the first of the two whose gradients the second step would apply; the batch after it is sound."""
+    steps: list[Any] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            steps.append(weights(trainer, module))
+
+    class ByHand(Poisoned):
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(super().training_step(batch, index))
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    strategy = ZeROStrategy(stage, on_nonfinite="skip")
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 6, "callbacks": [Watch()]}
+    module = ByHand() if by_hand else Poisoned()
+    module.automatic_optimization = not by_hand
+    trainer = trainer_on_ranks(strategy, **options, **({} if by_hand else {"accumulate_grad_batches": 2}))
+    trainer.fit(module, loader())
+    assert len(steps) == 6
+    assert_same_weights(steps[3], steps[1], rel=0.0)
+    for before, after in ((0, 1), (3, 5)):
+        assert any(not torch.equal(steps[before][name], steps[after][name]) for name in steps[after])
+    assert all(bool(torch.isfinite(value).all()) for value in steps[5].values())
+
+
 class AllPoisoned(Poisoned):
     """The same on every rank."""
 
@@ -562,17 +602,8 @@ def test_nan_is_named_by_rank_and_batch() -> None:
 @ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_line_at_setup(stage: int) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
+    with told() as lines:
         trainer_on_ranks(stage, max_steps=1).fit(Regressor(), loader())
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.ERROR)
     found = [line for line in lines if line.startswith(f"zero{stage} over 2 ranks")]
     assert len(found) == (1 if rank() == 0 else 0)
     for word in ("parameters", "gradients", "units, the largest", "per step"):

@@ -73,7 +73,7 @@ _WORDS = {
     Place.BUFFERS: "at the beginning of a step, synchronizing buffers",
     Place.STEP_END: "at the end of a step",
     Place.READ: "reading values of which each tensor-parallel rank holds a part",
-    Place.AGREE: "checking that tensor-parallel ranks agree",
+    Place.AGREE: "checking that the ranks of a replica agree",
     Place.LOSS: "asking whether the loss is finite on all ranks",
 }
 

@@ -73,6 +73,13 @@ class Layout:
             members.setdefault(tuple(position[other] for other in AXES if other != axis), []).append(rank)
         return list(members.values())
 
+    def replicas(self) -> list[list[int]]:
+        """The ranks that compute one replica of the module together (the same place along dp), replica by replica."""
+        members: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in range(self.world_size):
+            members[self.coordinates(rank)["dp"]].append(rank)
+        return members
+
 
 ZERO_NAMES: dict[str, dict[str, int]] = {f"zero{stage}": {"stage": stage} for stage in range(4)}
 TENSOR_NAMES: dict[str, dict[str, int]] = {"tp": {}} | {f"tp{size}": {"tp": size} for size in (2, 4, 8)}

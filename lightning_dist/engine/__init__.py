@@ -2,7 +2,7 @@
 
 from lightning_dist.engine.grad_norm import clip_by_norm, clip_by_value, grad_norm, grad_norms
 from lightning_dist.engine.placement import materialize, place_buffers
-from lightning_dist.engine.summary import memory_line, step_bytes
+from lightning_dist.engine.summary import memory_line, size_words, step_bytes
 
 __all__ = [
     "clip_by_norm",
@@ -11,6 +11,7 @@ __all__ = [
     "grad_norms",
     "materialize",
     "memory_line",
+    "size_words",
     "place_buffers",
     "step_bytes",
 ]

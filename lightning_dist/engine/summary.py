@@ -17,11 +17,11 @@ def memory_line(engine: ZeroEngine) -> str:
     )
     optimizer = sum(int((g.high - g.low) * engine.state_bytes_per_element) for g in trainable)
     largest = max(engine.units, key=lambda unit: unit.num_bytes)
-    state = f"optimizer {_size(optimizer)}" if optimizer else "optimizer as it is"
+    state = f"optimizer {size_words(optimizer)}" if optimizer else "optimizer as it is"
     return (
-        f"zero{engine.stage} over {axis.size} ranks, per rank: parameters {_size(parameters)}, "
-        f"gradients {_size(gradients)}, {state}; {len(engine.units)} units, the largest {largest.name} "
-        f"({_size(largest.num_bytes)}); sends {_size(step_bytes(engine))} per step"
+        f"zero{engine.stage} over {axis.size} ranks, per rank: parameters {size_words(parameters)}, "
+        f"gradients {size_words(gradients)}, {state}; {len(engine.units)} units, the largest {largest.name} "
+        f"({size_words(largest.num_bytes)}); sends {size_words(step_bytes(engine))} per step"
     )
 
 
@@ -46,7 +46,7 @@ def step_bytes(engine: ZeroEngine) -> int:
     return total
 
 
-def _size(num_bytes: int) -> str:
+def size_words(num_bytes: int) -> str:
     """Decimal units, as in the papers."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:

@@ -2,8 +2,8 @@
 
 `StochasticWeightAveraging`, `WeightAveraging` and `EMAWeightAveraging` keep a whole copy of the model, and read and
 write the module's parameters outside of steps. They are Lightning's own, so their methods are run where that is right:
-inside `gathered` (the float32 masters, also under mixed precision), on all ranks. Under zero3 the average is whole on
-every rank nevertheless; the user is told.
+inside `gathered` (the float32 masters, also under mixed precision), on all ranks. Where ranks hold parts of the model
+the average is whole on every rank nevertheless; the user is told.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def prepare(trainer: "pl.Trainer", mesh: Mesh, *, sharded: bool) -> None:
         if sharded:
             rank_zero_warn(
                 f"{type(callback).__name__} keeps a whole average of the model on every rank, and gathers the module "
-                "for each update: memory that zero3 saves otherwise"
+                "for each update: memory that is saved otherwise, where every rank holds a part"
             )
         methods: Any = callback
         methods.setup = _Setup(methods.setup, callback, mesh)

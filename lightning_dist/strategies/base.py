@@ -4,9 +4,11 @@ Every collective that Lightning or a user asks for is announced by roll call fir
 ranks make is an error that names both places, not a hang.
 """
 
+import inspect
 import sys
 import traceback
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -53,6 +55,9 @@ class DistributedStrategy(ParallelStrategy):
         timeout: how long a collective may wait for a peer.
         keep_freed_memory: on the CPU, let the allocator keep what a step frees; see `core.allocator`.
         **kwargs: what every Lightning `ParallelStrategy` takes (accelerator, plugins, cluster environment).
+
+    Raises:
+        ConfigurationError: an argument that does not exist.
     """
 
     def __init__(
@@ -67,12 +72,14 @@ class DistributedStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         keep_freed_memory: bool = True,
+        **unknown: Any,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if start_method not in START_METHODS:
+        if unknown:
             raise ConfigurationError(
-                f"start_method={start_method!r} does not exist; use one of {', '.join(START_METHODS)}"
+                f"{type(self).__name__} takes no {', '.join(unknown)}; its arguments are {', '.join(_arguments(self))}"
             )
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        choose("start_method", start_method, START_METHODS)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -122,7 +129,9 @@ class DistributedStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        """Ranks that compute one replica together read the same samples."""
+        layout = self.layout()
+        return {"num_replicas": layout.dp, "rank": layout.coordinates(self.global_rank)["dp"]}
 
     def layout(self) -> Layout:
         """How the world is divided; subclasses override it."""
@@ -213,6 +222,23 @@ class DistributedStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         self.mesh.rollcall.call(Place.METRIC, self._progress(), what="by all_gather")
         return super().all_gather(tensor, group, sync_grads)
+
+
+def choose(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Insist that an argument is one of those that exist.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if value not in allowed:
+        raise ConfigurationError(f"{name}={value!r} does not exist; use {' or '.join(repr(a) for a in allowed)}")
+
+
+def _arguments(strategy: DistributedStrategy) -> list[str]:
+    """The names that its class and the classes below it take."""
+    kinds = [kind for kind in type(strategy).__mro__ if issubclass(kind, DistributedStrategy)]
+    every = (p for kind in kinds if "__init__" in vars(kind) for p in inspect.signature(kind).parameters.values())
+    return [p.name for p in every if p.kind is not p.VAR_KEYWORD]
 
 
 class SharedSignal:

@@ -1,7 +1,7 @@
-"""torchmetrics under tensor parallelism: a replica counts once.
+"""torchmetrics where several ranks compute one replica: it counts once.
 
-A metric puts its state together over all ranks of the world. Tensor-parallel peers have seen the same samples, so sums
-and lists would hold each of them `tp` times: metrics are made to ask one rank of every replica.
+A metric puts its state together over all ranks of the world. Those of one replica have seen the same samples, so sums
+and lists would hold each of them several times: metrics are made to ask one rank of every replica.
 """
 
 from typing import Any

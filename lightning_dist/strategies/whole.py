@@ -1,21 +1,18 @@
-"""A module that was cut remembers how, so that a later Trainer with another strategy can make it whole again."""
+"""A module that was divided remembers how, so that a later Trainer with another strategy can make it whole again."""
+
+from collections.abc import Callable
 
 from lightning.pytorch import LightningModule
 
-from lightning_dist.strategies.metrics import count_ranks
-from lightning_dist.tensor import Report, uncut_module
-
-REPORT = "_lightning_dist_report"
+UNDO = "_lightning_dist_undo"
 
 
-def remember(module: LightningModule, report: Report) -> None:
-    """Note how `module` was cut."""
-    vars(module)[REPORT] = report
+def remember(module: LightningModule, undo: Callable[[LightningModule], object]) -> None:
+    """Note how to undo what was done to `module`. A copy of the module has a copy of the note (`copy.deepcopy`)."""
+    vars(module).setdefault(UNDO, []).append(undo)
 
 
-def uncut(module: LightningModule) -> None:
-    """Undo a cut, if there was one; parameters must show whole values."""
-    report = vars(module).pop(REPORT, None)
-    if report is not None:
-        uncut_module(module, report)
-        count_ranks(module)
+def make_whole(module: LightningModule) -> None:
+    """Undo what was done, the last first; parameters must show whole values. All ranks."""
+    for undo in reversed(vars(module).pop(UNDO, [])):
+        undo(module)

@@ -1,0 +1,302 @@
+"""What runs a `ZeroEngine` under Lightning's Trainer, whatever has been done to the module before.
+
+What happens when, in Lightning's loop::
+
+    setup            convert and shard the module, run configure_optimizers on it, adopt its optimizers
+    training_step    begin a step; units are gathered as their forward comes
+    backward         gather again, reduce while it runs; on return the fragments have their gradients
+    optimizer.step   updates fragments; what is replicated is refreshed by a hook
+    save_checkpoint  collect whole tensors on rank 0
+
+After `fit` the module stays sharded (under zero3 its weights do not fit one device by assumption): read it inside
+``with trainer.strategy.gathered(module):``, or save it.
+
+A kind of parallelism is a subclass. It says how the world is divided (`layout`) and what its line at setup is, and may
+change what is done to the module (`_ready`, `_cut` and `_take_over`, in this order), a step (`_step`, which is handed
+what runs the module's method) and a backward (`_backward`, which is handed what runs autograd).
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.core.errors import ConfigurationError, mixed_imports_hint
+from lightning_dist.engine import clip_by_norm, grad_norm, grad_norms, materialize, place_buffers
+from lightning_dist.strategies import averaging, precision
+from lightning_dist.strategies.base import SharedSignal, choose
+from lightning_dist.strategies.checkpoints import CheckpointingStrategy, unwrapped
+from lightning_dist.strategies.loaders import OnUneven, align
+from lightning_dist.strategies.nonfinite import LossWatch, OnNonFinite
+from lightning_dist.strategies.whole import make_whole
+from lightning_dist.zero import ZeroEngine
+
+Loop = Literal["training", "validation", "testing", "prediction"]
+
+
+class ShardedStrategy(CheckpointingStrategy):
+    """Base of all strategies with an engine; see the module docstring.
+
+    Args:
+        master_weights: with precision="bf16-true" or "16-true", keep the optimizer's weights in float32.
+        on_nonfinite: what a NaN or infinite loss on any rank does: "error" stops the run naming rank and batch,
+            "skip" skips that optimizer step on all ranks, "ignore" does not look.
+        on_uneven: what to do when a rank runs out of batches before the others: "stop" ends the epoch on all ranks and
+            says how many batches were dropped, "error" raises.
+        checkpoint_format: "full", an ordinary Lightning checkpoint file.
+        **kwargs: see `DistributedStrategy`.
+
+    Raises:
+        ConfigurationError: an argument that does not exist.
+    """
+
+    def __init__(
+        self,
+        *,
+        master_weights: bool = False,
+        on_nonfinite: OnNonFinite = "error",
+        on_uneven: OnUneven = "stop",
+        checkpoint_format: Literal["full"] = "full",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        choose("on_nonfinite", on_nonfinite, ("error", "skip", "ignore"))
+        choose("on_uneven", on_uneven, ("stop", "error"))
+        choose("checkpoint_format", checkpoint_format, ("full",))
+        self.master_weights, self.on_uneven = master_weights, on_uneven
+        self._losses = LossWatch(on_nonfinite)
+        self._engine: ZeroEngine | None = None
+        self._sync = True
+        self._said = ""
+
+    @property
+    def on_nonfinite(self) -> OnNonFinite:
+        """What a NaN or infinite loss does."""
+        return self._losses.on_nonfinite
+
+    def __repr__(self) -> str:
+        """Lightning prints this when it does not know the object, as the other package's Trainer does not."""
+        return f"{type(self).__name__}({self._settings()}){mixed_imports_hint()}"
+
+    @abstractmethod
+    def _settings(self) -> str:
+        """The arguments that tell one object of the class from another, in a few words."""
+
+    # Setup ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def engine(self) -> ZeroEngine:
+        """The engine that shards the module; exists once the Trainer has set the strategy up."""
+        if self._engine is None:
+            raise ConfigurationError("the model is sharded only after trainer.fit, validate, test or predict has begun")
+        return self._engine
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a rank holds less than the whole model while nothing is computed."""
+        return False
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            averaging.prepare(module.trainer, self.mesh, sharded=self.divides_parameters)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        SharedSignal(trainer, self.mesh.rollcall).install()
+        if self._engine is None or self._engine.module is not self.lightning_module:
+            self._engine = self._shard(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        precision.look_beyond_this_rank(self.precision_plugin, self._engine)
+        line = self._line()
+        if line != self._said:
+            rank_zero_info(line)
+            self._said = line
+
+    @abstractmethod
+    def _line(self) -> str:
+        """What is said once at setup."""
+
+    def _shard(self, module: "pl.LightningModule") -> ZeroEngine:
+        previous = ZeroEngine.of(module)
+        if previous is not None:
+            previous.remove()
+        make_whole(module)
+        self._ready(module)
+        self._cut(module)
+        return self._take_over(
+            module, precision.compute_dtype(self.precision_plugin, master_weights=self.master_weights)
+        )
+
+    def _ready(self, module: "pl.LightningModule") -> None:
+        """Bring a whole module into the dtype of the flag, with values where it has none; buffers go to the device."""
+        precision.convert(self.precision_plugin, module, master_weights=self.master_weights)
+        materialize(module)
+        place_buffers(module, self.root_device)
+
+    def _cut(self, module: "pl.LightningModule") -> None:
+        """Where a module is divided in other ways before the engine takes over what is left; see `whole.remember`."""
+
+    def _take_over(self, module: "pl.LightningModule", compute_dtype: torch.dtype | None) -> ZeroEngine:
+        """The engine; here one that keeps copies on all data-parallel ranks."""
+        return ZeroEngine(module, self.mesh, stage=0, compute_dtype=compute_dtype)
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        assert self.lightning_module is not None
+        self.optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        for optimizer in self.optimizers:
+            self._adopt(optimizer)
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer; sharding replaces parameters in its "
+                "groups and needs one"
+            )
+        self.engine.adopt(optimizer)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the CPU (or on meta, if the user says so); units move to the device one by one."""
+        with _EmptyInit(enabled=bool(empty_init)), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: Iterable[Any]) -> Iterable[Any]:  # type: ignore[override]
+        return align(dataloader, self.mesh.rollcall, self.on_uneven)
+
+    # Steps ----------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._step("training", super().training_step, args, kwargs)
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._step("validation", super().validation_step, args, kwargs)
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output: STEP_OUTPUT = self._step("testing", super().test_step, args, kwargs)
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("prediction", super().predict_step, args, kwargs)
+
+    def _step(self, loop: Loop, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One step of any loop. ``run(*args, **kwargs)`` calls the module's own method under the precision plugin."""
+        assert self.lightning_module is not None
+        if loop != "training":
+            self._end_training_step()  # one without a backward may be open still (statistics for an average)
+            with self.engine.step("eval"):
+                return run(*args, **kwargs)
+        self._losses.begin_step()
+        self.engine.begin_step("train")
+        output = run(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self._end_training_step()
+        return output
+
+    def _end_training_step(self) -> None:
+        if self.engine.in_step == "train":
+            self.engine.meet()
+            self.engine.end_step()
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        plugin, module = self.precision_plugin, self.lightning_module
+        self._losses.look(closure_loss, module.trainer, self.mesh)
+        loss = plugin.pre_backward(closure_loss, module)
+        self._backward(loss, lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        if module.automatic_optimization:
+            self._end_training_step()
+        return plugin.post_backward(loss, module)
+
+    def _backward(self, loss: Tensor, run: Callable[[], object]) -> None:
+        """One backward, of a loss that may be scaled; `run` has autograd do it. On return fragments have gradients."""
+        self.engine.backward(loss, sync=self._sync, run=run)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.engine.needs_adoption(optimizer):
+            self._adopt(optimizer)
+        return super().optimizer_step(optimizer, self._losses.guard(closure, optimizer), model, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._engine is not None:
+            self._engine.reducer.abort()
+
+    @override
+    def teardown(self) -> None:
+        """The module stays as it is, sharded, so that the next call of the Trainer goes on from it."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._engine is not None:
+            self._engine.in_step = None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # For users ------------------------------------------------------------------------------------------------
+
+    def gathered(
+        self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, gradients: bool = False
+    ) -> AbstractContextManager[None]:
+        """Full values of parameters inside the block, to read and to write; see `ZeroEngine.gathered`. All ranks."""
+        return self.engine.gathered(self.engine.module if what is None else what, gradients=gradients)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of the whole gradient, the same on all ranks. All ranks call it."""
+        return grad_norm(self.engine, norm_type=norm_type)
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
+        """Norms by parameter and in total, with the keys of Lightning's `grad_norm`. All ranks call it."""
+        norms = {f"grad_{norm_type}_norm/{name}": float(v) for name, v in grad_norms(self.engine, norm_type).items()}
+        norms[f"grad_{norm_type}_norm_total"] = float(self.grad_norm(norm_type))
+        return norms
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip an optimizer's gradients by their norm over all ranks and return the norm before. All ranks call it."""
+        return clip_by_norm(self.engine, precision.pieces_of(self.engine, unwrapped(optimizer)), max_norm, norm_type)
