@@ -110,6 +110,92 @@ def qkv(x: Tensor, heads: int = 4) -> Tensor:
     return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
+def two_columns(y: Tensor) -> None:
+    """Each is written after both were taken."""
+    a, b = y[..., 0], y.select(-1, 1)
+    a.mul_(2.0)
+    b.mul_(3.0)
+    a.add_(b)
+
+
+def read_later(y: Tensor) -> None:
+    column = y[..., 2]
+    y.mul_(2.0)
+    y.add_(column.clone().unsqueeze(-1))
+
+
+def written_to(x: Tensor, out: Tensor) -> Tensor:
+    torch.exp(x.detach(), out=out)
+    return out * x.sum()
+
+
+def out_into_a_row(x: Tensor) -> Tensor:
+    y = x.detach() * 2
+    torch.neg(y[..., 0], out=y[..., 1])
+    return y * x
+
+
+class Reversed(torch.autograd.Function):
+    """The reversal of gradients, scaled by their norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0] / grads[0].norm()
+
+
+class OwnTanh(torch.autograd.Function):
+    """What it saves is its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        grown: Tensor = grads[0] * (1 - y * y)
+        return grown
+
+
+class OwnNorm(torch.autograd.Function):
+    """A norm over the divided dim with a weight and a factor, whose gradients are sums over it."""
+
+    @staticmethod
+    def forward(ctx: Any, power: float, x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+        r = x.pow(power).mean(-1, keepdim=True).add(1e-6).rsqrt()
+        ctx.save_for_backward(x, weight, factor, r)
+        return x * r * weight * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, factor, r = ctx.saved_tensors
+        grad, n = grads[0] * factor, x.shape[-1]
+        inner = grad * weight
+        to_x = r * inner - x * r.pow(3) * (inner * x).sum(-1, keepdim=True) / n
+        return None, to_x, (grad * x * r).reshape(-1, n).sum(0), (grads[0] * x * r * weight).sum()
+
+
+class Several(torch.autograd.Function):
+    """Outputs that are divided, whole, and divided otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x * 2, x.pow(2).sum(), x.mean(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grown: Tensor = grads[0] * 2 + 2 * x * grads[1] + grads[2].expand_as(x) / x.shape[1]
+        return grown
+
+
 LAST, ODD, SEQ, ROWS = T((3, 5, 8), 2), T((3, 5, 7), 2), T((3, 5, 8), 1), T((3, 5, 8), 0)
 HEADS = T((3, 4, 5, 2), 1)
 FUSED = T((3, 5, 24), 2, blocks=3)
@@ -307,6 +393,22 @@ OPS: dict[str, Op] = {
     "loss_probabilities": Op(lambda x, y: F.cross_entropy(x, y.softmax(-1)), (LOGITS, T((6, 7))), False),
     "nll": Op(lambda x, t: F.nll_loss(x.log_softmax(-1), t), (LOGITS, TARGETS), False),
     "mse": Op(lambda x, y: F.mse_loss(x, y), (ODD, T((3, 5, 7))), False),
+    # arguments by name, in any order
+    "narrow_named": Op(lambda x: x.narrow(dim=1, length=3, start=1), (ODD,), True),
+    "repeat_interleave_named": Op(lambda x: torch.repeat_interleave(x, dim=1, repeats=2), (HEADS,), True),
+    "unsqueeze_named": Op(lambda x: x.unsqueeze(dim=-1) * 2, (ODD,), True),
+    "unflatten_swapped": Op(lambda x: x.unflatten(sizes=(4, -1), dim=2), (T((3, 5, 8), 2, unit=2),), True),
+    "where_are_they": Op(lambda x: torch.stack(torch.where(x > 0)), (ODD,), False),
+    "view_as": Op(lambda x: heads(x).transpose(1, 2).reshape(3, 5, 8).view_as(x), (LAST,), True),
+    "reshape_as": Op(lambda x, y: x.reshape_as(y), (LAST, T((15, 8))), True),
+    "expand_as_divided": Op(lambda x: x[:, :1].expand_as(x) * 2, (ODD,), True),
+    "out": Op(lambda x: torch.mul(x.detach(), 2.0, out=torch.empty(3, 5, 7).double()) * 1, (ODD,), False),
+    "out_is_written": Op(lambda x: written_to(x, torch.zeros(3, 5, 7).double()), (ODD,), False),
+    # autograd functions of the user's
+    "function_reversing": Op(lambda x: Reversed.apply(x) * 2, (ODD,), True),
+    "function_saving_its_output": Op(lambda x: OwnTanh.apply(x) * 2, (ODD,), True),
+    "function_saving_inputs": Op(lambda x, w, s: OwnNorm.apply(2.0, x, w, s) * 2, (ODD, T((7,)), T(())), True),
+    "function_of_several": Op(lambda x: sum(Several.apply(x)), (ODD,), None),
     # in place
     "add_in_place": Op(lambda x, y: changed(x, lambda t: t.add_(y, alpha=0.5)), (ODD, T((3, 5, 7))), True),
     "compound_add": Op(lambda x, y: compound(x, y, "+"), (ODD, ODD), True),
@@ -321,6 +423,16 @@ OPS: dict[str, Op] = {
     "assign_tensor": Op(lambda x, y: assign(x, (0, slice(1, 3)), y), (ODD, T((2, 7), 1)), None),
     "assign_mask": Op(lambda x: assign(x, x > 0, -1.0), (ODD,), None),
     "of_whole_by_divided": Op(lambda x, y: changed(x, lambda t: t.mul_(y)), (T((3, 5, 7)), ODD), None),
+    "view_written": Op(lambda x: changed(x, lambda t: t.view(-1, 7)[1].mul_(3.0)), (ODD,), None),
+    "torn_view_written": Op(lambda x: changed(x, lambda t: t.view(3, 5, 2, 4)[..., 1].zero_()), (LAST,), None),
+    "diagonal_written": Op(lambda x: changed(x, lambda t: t.diagonal(dim1=1, dim2=2).fill_(0.3)), (ODD,), None),
+    "number_of_divided_written": Op(lambda x: changed(x, lambda t: t[..., 3].exp_()), (ODD,), None),
+    "narrow_written": Op(
+        lambda x: changed(x, lambda t: t.narrow(-1, 2, 3).mul_(t.narrow(-1, 0, 3).clone())), (ODD,), None
+    ),
+    "two_views_written": Op(lambda x: changed(x, two_columns), (ODD,), None),
+    "view_read_after_a_write": Op(lambda x: changed(x, read_later), (ODD,), None),
+    "out_is_a_view": Op(lambda x: out_into_a_row(x), (ODD,), None),
     "index_add_in_place": Op(
         lambda x, y: changed(x, lambda t: t.index_add_(1, torch.tensor([0, 3]), y)), (ODD, T((3, 2, 7))), None
     ),
@@ -464,7 +576,9 @@ def test_a_view_of_a_collected_parameter_is_a_plain_tensor_otherwise() -> None:
     assert type(row + 1) is Tensor
     assert type(copy.deepcopy(row)) is Tensor
     torch.testing.assert_close(row.sum(), plain[1].sum().detach(), **EXACT)
-    assert type(cut[1]) is Tensor  # has a history: autograd knows it
+    assert type(cut[1] * 2) is Tensor
+    with pytest.raises(RuntimeError, match="leaf Variable"):  # as of a plain parameter, whose history knows no writes
+        cut[1].zero_()
     assert torch.cumsum(plain.detach(), 0, out=cut.data) is not None
     torch.testing.assert_close(whole(cut).detach(), plain.detach().cumsum(0), **EXACT)
 

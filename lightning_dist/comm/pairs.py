@@ -41,7 +41,8 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forth: Move, back: Move) -> Tensor:
         ctx.back = back
-        return forth(x)
+        moved = forth(x)
+        return moved if forth is _same else moved.detach()  # a view made here could not be written into in place
 
     @staticmethod
     @once_differentiable

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -76,6 +78,7 @@ def cut_module(
         axis.broadcast(tensor.data, purpose="setup")
     for parameter, item in wanted.items():
         cut = cut_in_place(parameter, axis, item.dim, item.split)
+        _refuse_old_graph(cut, names[parameter])
         if sequence_parallel:
             cut.__dict__[SEQUENCE] = True
         if item.reads_shared_input:
@@ -89,8 +92,22 @@ def cut_module(
         if target.style.experts:
             hooks += _hook_experts(target, axis)
     held = {p for p in module.parameters() if cut_of(p) is not None}
-    left = [n for n, m in linears(module) if getattr(m, "weight") not in held]  # noqa: B009
+    left = [n for n, m in linears(module) if held.isdisjoint(m.parameters())]
     return Report([names[p] for p in wanted], left, hooks)
+
+
+def _refuse_old_graph(cut: CutParameter, name: str) -> None:
+    """What accumulates a parameter's gradient lives as long as any graph that has used it, and keeps its shape."""
+    if not cut.requires_grad:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        node: Any = get_gradient_edge(cut).node
+        own = tuple(cut.shape)
+    if tuple(node._input_metadata[0].shape) != own:
+        raise UnsupportedModelError(
+            f"{name} cannot be cut: something still holds a graph that was computed from the whole of it, a loss that "
+            "was kept or the weight of torch.nn.utils.weight_norm (take torch.nn.utils.parametrizations.weight_norm)"
+        )
 
 
 def uncut_module(module: nn.Module, report: Report) -> None:
@@ -145,7 +162,7 @@ def _of_parameter(target: Target, parameter: nn.Parameter, axis: Axis) -> list[_
 
 
 def _of_layer(target: Target, layer: Any, axis: Axis, name: str) -> list[_Wanted]:
-    weight = getattr(layer, "weight", None)
+    weight = layer._parameters.get("weight")  # an attribute may be computed, as by spectral norm, which counts calls
     turned = type(layer).__name__ == "Conv1D"
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or isinstance(layer, nn.Bilinear):
         raise UnsupportedModelError(

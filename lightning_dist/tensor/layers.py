@@ -18,6 +18,7 @@ et al., sec. 4.2.2), which is booked as traffic of its own.
 
 import weakref
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ class Siblings:
     sequence_parallel: bool = False
     weights: list[nn.Parameter] = field(default_factory=list)
     seen: "weakref.ref[Tensor] | None" = None
-    version: int = -1
-    grad_mode: bool = False
+    state: tuple[Any, ...] = ()
     shared: "tuple[Tensor, _Pass] | None" = None
 
     def forget(self) -> None:
@@ -59,8 +59,9 @@ class Siblings:
 
     def enter(self, x: Tensor) -> "tuple[Tensor, _Pass]":
         """The input as the products read it; the same object for all that read the same `x`."""
-        same = self.seen is not None and self.seen() is x and self.version == x._version
-        if same and self.shared is not None and self.grad_mode == torch.is_grad_enabled():
+        state = (x._version, x.requires_grad, torch.is_grad_enabled(), *(w.requires_grad for w in self.weights))
+        same = self.seen is not None and self.seen() is x and self.state == state
+        if same and self.shared is not None and not self.shared[1].spent:
             return self.shared
         tokens = Tokens(x.lie.dim, x.lie.split) if isinstance(x, SplitTensor) else None
         record = _Pass(self.axis, tokens)
@@ -68,18 +69,31 @@ class Siblings:
         entered: Tensor = _Enter.apply(  # type: ignore[no-untyped-call]
             without_answers(x) if isinstance(x, SplitTensor) else x, record, *weights
         )
-        self.seen, self.version, self.grad_mode = weakref.ref(x), x._version, torch.is_grad_enabled()
+        self.seen, self.state = weakref.ref(x), state
         self.shared = (entered, record)
         return self.shared
 
 
 @dataclass(eq=False)
 class _Pass:
-    """One use of an input: the gradients of the products' outputs, until the weights' gradients are made of them."""
+    """One use of an input: the gradients of the products' outputs, until the weights' gradients are made of them.
+
+    A backward that asks for a bias or an activation only runs products and stops before the weights: what it left is
+    of no use to the next one, so gradients are kept with the number of their backward.
+    """
 
     axis: Axis
     tokens: Tokens | None
+    spent: bool = False  # some backward has come through, so the graph may be gone
+    backward: int = -1
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def of_this_backward(self) -> dict[int, list[Tensor]]:
+        """By weight, the gradients of its outputs."""
+        current = torch._C._current_graph_task_id()
+        if self.backward != current:
+            self.backward, self.outputs = current, {}
+        return self.outputs
 
 
 class _Enter(torch.autograd.Function):
@@ -97,11 +111,12 @@ class _Enter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         record: _Pass = ctx.record
+        record.spent, outputs = True, record.of_this_backward()
         (x,) = ctx.saved_tensors
         axis, tokens, grad = record.axis, record.tokens, grads[0]
         pending = None
         result: Tensor | None = None
-        wanted = [index for index in record.outputs if ctx.needs_input_grad[2 + index]]
+        wanted = [index for index in outputs if ctx.needs_input_grad[2 + index]]
         if tokens is not None and wanted:
             x = axis.gather_parts(x, tokens.dim, tokens.split, purpose=REGATHERED)
         if ctx.needs_input_grad[0]:
@@ -110,14 +125,14 @@ class _Enter(torch.autograd.Function):
                 pending = axis.start_all_reduce(result, purpose=pairs.ACTIVATIONS)
             else:
                 pending, result = axis.start_total_parts(grad, tokens.dim, tokens.split, purpose=pairs.ACTIVATIONS)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = _rows(x)
         by_weight: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
         for index in wanted:
-            for output in record.outputs[index]:
-                product = output.reshape(-1, output.shape[-1]).t() @ flat
+            for output in outputs[index]:
+                product = _rows(output).t() @ flat
                 known = by_weight[index]
                 by_weight[index] = product if known is None else known + product
-        record.outputs.clear()
+        outputs.clear()
         if pending is not None:
             pending.wait()
         return (result, None, *by_weight)
@@ -130,19 +145,24 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, record: _Pass, index: int, needs_input: bool
     ) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight if needs_input else None)
         ctx.record, ctx.index, ctx.needs_input, ctx.shape = record, index, needs_input, x.shape
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).detach()  # a linear returns a view, into which nobody could write in place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         grad = grads[0]
-        ctx.record.outputs.setdefault(ctx.index, []).append(grad)
+        ctx.record.of_this_backward().setdefault(ctx.index, []).append(grad)
         to_input = grad @ weight if ctx.needs_input else grad.new_zeros(()).expand(ctx.shape)
-        to_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        to_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         return to_input, None, to_bias, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., n) as (tokens, n); n may be 0, on ranks that are left without a feature."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, lie: Lie) -> SplitTensor:
@@ -214,7 +234,7 @@ def vocab_parallel_embedding(ids: Tensor, weight: Tensor, padding_idx: int | Non
         own_padding = padding_idx % lie.split.size - start
     table = without_answers(weight)
     if width:
-        found = F.embedding(own.clamp(0, width - 1), table, own_padding) * mine.unsqueeze(-1).to(table.dtype)
+        found = F.embedding(own.clamp(0, width - 1), table, own_padding).masked_fill(~mine.unsqueeze(-1), 0.0)
     else:
         found = table.new_zeros(*ids.shape, table.shape[1]) + table.sum()
     return total(found, lie.axis, sequence_parallel=SEQUENCE in weight.__dict__)

@@ -21,7 +21,8 @@ all ranks hold alike gets the whole gradient, the same on all of them.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,11 @@ class SplitTensor(Tensor):
             return SHAPE_QUESTIONS[func](whole_shape(args[0]), *args[1:], **kwargs)
         if any(kind not in (Tensor, torch.nn.Parameter) and not issubclass(kind, cls) for kind in types):
             return NotImplemented  # a cut or released parameter brings its values first
+        for arg in args:
+            if isinstance(arg, SplitTensor):
+                _show_gradients(arg)
         rule = RULES.get(func)
-        if rule is not None:
+        if rule is not None and kwargs.get("out") is None:
             result = rule(func, args, kwargs)
             if result is not NotImplemented:
                 _still_writable(args, result)
@@ -144,9 +148,7 @@ def on_the_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return func(without_answers(first), *args[1:], **kwargs)
     parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SplitTensor)]
     name = getattr(func, "__name__", str(func))
-    axis = parts[0].lie.axis
-    if axis.rollcall is not None:
-        axis.rollcall.call(Place.READ, what=f"for {name}")
+    _announce(parts[0].lie.axis, name)
     out = kwargs.get("out")
     if isinstance(out, SplitTensor):
         copy = whole(out).detach().clone()
@@ -158,9 +160,68 @@ def on_the_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     _mention(name, parts[0])
     args, kwargs = pytree.tree_map(lambda leaf: whole(leaf) if isinstance(leaf, SplitTensor) else leaf, (args, kwargs))
     result = func(*args, **kwargs)
-    if isinstance(first, SplitTensor) and WRITABLE in first.__dict__:
-        return seen_through(result, args[0], first)
+    if isinstance(first, SplitTensor):
+        return seen_through(result, Collected(args[0], first, first._version))
     return result
+
+
+def _announce(axis: Axis, name: str) -> None:
+    """Perhaps only some ranks are about to collect parts."""
+    if axis.rollcall is not None:
+        axis.rollcall.call(Place.READ, what=f"for {name}")
+
+
+def _show_gradients(tensor: SplitTensor) -> None:
+    """What an autograd function of the user's made: its backward shall see gradients as its forward saw tensors.
+
+    Autograd would hand it this rank's part of them as a plain tensor, and expects parts of what went in divided. (What
+    rules make is an alias of what a function of ours has made: whose own history is a Python function is not ours.)
+    """
+    node: Any = tensor.grad_fn
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return
+    lies: dict[int, Lie] | None = node.__dict__.get(SEEN)
+    if lies is not None:
+        lies[tensor.output_nr] = tensor.lie
+        return
+    lies = node.__dict__.setdefault(SEEN, {tensor.output_nr: tensor.lie})
+    made = weakref.ref(node)  # a node that held itself would outlive its graph
+
+    def apply(*gradients: Tensor | None) -> Any:
+        node: Any = made()
+        shown = [
+            split_tensor(gradient, lies[number]) if number in lies and gradient is not None else gradient
+            for number, gradient in enumerate(gradients)
+        ]
+        returned = type(node).apply(node, *shown)
+        several = returned if isinstance(returned, tuple) else (returned,)
+        edges = iter([edge for edge in node.next_functions if edge[0] is not None])
+        wanted = [next(edges) if needed else None for needed in node.needs_input_grad]
+        several = tuple(
+            gradient
+            if gradient is None or edge is None
+            else _of_shape(gradient, tuple(edge[0]._input_metadata[edge[1]].shape), lies.values())
+            for gradient, edge in zip(several, (*wanted, *[None] * len(several)), strict=False)
+        )
+        return several if isinstance(returned, tuple) else several[0]
+
+    node.__dict__["apply"] = apply
+
+
+def _of_shape(gradient: Tensor, shape: tuple[int, ...], lies: Iterable[Lie]) -> Tensor:
+    """A gradient as the tensor of this rank wants it: its part where that is divided, else the whole."""
+    if isinstance(gradient, SplitTensor):
+        own = without_answers(gradient)
+        return whole(gradient) if own.shape != shape and whole_shape(gradient) == shape else own
+    for lie in lies:
+        expected = (*shape[: lie.dim], lie.split.size, *shape[lie.dim + 1 :])
+        if gradient.shape != shape and gradient.shape == expected and shape[lie.dim] == lie.local_size:
+            return pairs.take(gradient, lie.axis, lie.dim, lie.split)
+    return gradient
+
+
+SEEN = "_lightning_dist_seen"
+"""Attribute of the node of a user's autograd function: how its outputs lie, by number."""
 
 
 def writes(name: str) -> bool:
@@ -197,32 +258,61 @@ WRITABLE = "_lightning_dist_writable"
 """Attribute of the parts of parameters, and of what shares their memory: writes through views of them must arrive."""
 
 
-class View(Tensor):
-    """A view of a whole that was collected from a parameter's parts: what is written into it goes to the parts.
+@dataclass(eq=False)
+class Collected:
+    """The whole `values` that were collected from the parts of `source`, when that was at `version`."""
 
-    So ``weight.data[padding_idx].zero_()`` and ``weight.view(-1)[:3] = 0`` mean what they mean for a plain parameter.
+    values: Tensor
+    source: SplitTensor
+    version: int
+
+    def follow(self, *, surely: bool) -> None:
+        """Take over what was written into the source meanwhile; `surely` also where versions do not tell (`data`)."""
+        if self.version != self.source._version or (surely and WRITABLE in self.source.__dict__):
+            _announce(self.source.lie.axis, "a view")
+            self.values.copy_(whole(self.source))
+            self.version = self.source._version
+
+    def write_back(self) -> None:
+        """The source gets the values."""
+        _write(self.source, self.values)
+        self.version = self.source._version
+
+
+class View(Tensor):
+    """A view of a whole that was collected from parts: what is written into it goes to the parts.
+
+    So ``weight.data[padding_idx].zero_()`` and ``scores.diagonal().fill_(0)`` mean what they mean for plain tensors.
     """
 
-    collected: Tensor
-    source: SplitTensor
+    collected: Collected
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """As of a plain tensor; after a write the parts are written too, and a view of a view is one."""
-        args, kwargs = args, kwargs or {}
+        kwargs = kwargs or {}
         first = args[0] if args else None
+        writing = writes(getattr(func, "__name__", ""))
+        if func not in QUESTIONS and func not in SHAPE_QUESTIONS:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, View):
+                    leaf.collected.follow(surely=writing and leaf is first)
         plain_args, plain_kwargs = pytree.tree_map(
             lambda leaf: without_answers(leaf) if isinstance(leaf, View) else leaf, (args, kwargs)
         )
         result = func(*plain_args, **plain_kwargs)
+        out = kwargs.get("out")
+        if isinstance(out, View):
+            out.collected.write_back()
+            return out
         if not isinstance(first, View):
             return result
-        if writes(getattr(func, "__name__", "")):
-            _write(first.source, first.collected)
+        if writing:
+            first.collected.write_back()
             return None if result is None else first
-        return seen_through(result, first.collected, first.source)
+        return seen_through(result, first.collected)
 
 
 def _still_writable(args: tuple[Any, ...], result: Any) -> None:
@@ -239,14 +329,14 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def seen_through(result: Any, collected: Tensor, source: SplitTensor) -> Any:
-    """`result` itself, or a `View` where it lies in the memory of `collected`, the whole of `source`."""
+def seen_through(result: Any, collected: Collected) -> Any:
+    """`result` itself, or a `View` where it lies in the memory of what was collected."""
     if type(result) in (tuple, list):
-        return type(result)(seen_through(piece, collected, source) for piece in result)
-    if not isinstance(result, Tensor) or isinstance(result, SplitTensor) or not result.numel():
+        return type(result)(seen_through(piece, collected) for piece in result)
+    if not isinstance(result, Tensor) or isinstance(result, SplitTensor) or result.layout is not torch.strided:
         return result
-    if (torch.is_grad_enabled() and result.requires_grad) or not _same_memory(result, collected):
+    if not result.numel() or not _same_memory(result, collected.values):
         return result
     view = result.as_subclass(View)
-    view.collected, view.source = collected, source
+    view.collected = collected
     return view

@@ -20,6 +20,12 @@ Kwargs = Mapping[str, Any]
 Rule = Callable[[Any, Args, Kwargs], Any]
 
 
+def named(args: Args, kwargs: Kwargs, *names: str) -> list[Any]:
+    """Arguments in the order of `names`, whether they came by place or by name; None for what was not given."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given.get(name) for name in names]
+
+
 def ndim_of(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.ndim
@@ -33,6 +39,8 @@ def matched(operand: Tensor, like: Lie, r: int) -> Tensor | None:
             return without_answers(operand)
         operand = whole(operand)
     dim = operand.ndim - r
+    if dim >= 0 and torch._C._current_graph_task_id() >= 0 and operand.shape[dim] == like.local_size != like.split.size:
+        return operand  # in the backward of a user's autograd function: an output that it saved comes back as the part
     if dim >= 0 and operand.shape[dim] == like.split.size and like.split.size != 1:
         return pairs.take(operand, like.axis, dim, like.split)
     if dim < 0 or operand.shape[dim] == 1:

@@ -36,6 +36,8 @@ def elementwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if local is None:
         return NotImplemented
     out = func(*local[0], **local[1])
+    if isinstance(out, tuple):  # where elements are, as `torch.where` of a condition alone
+        return NotImplemented
     return split_tensor(out, Lie(first.lie.axis, out.ndim - r, first.lie.split)) if isinstance(out, Tensor) else out
 
 

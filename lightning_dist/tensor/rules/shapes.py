@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dist.core.split import Split
 from lightning_dist.params.questions import without_answers
-from lightning_dist.tensor.rules.operands import Args, Kwargs, Rule, first_split, matched, ndim_of
+from lightning_dist.tensor.rules.operands import Args, Kwargs, Rule, first_split, matched, named, ndim_of
 from lightning_dist.tensor.split_tensor import Lie, SplitTensor, split_tensor, whole_shape
 
 
@@ -63,6 +63,17 @@ def _reshape(part: Tensor, have: tuple[int, ...], lie: Lie, want: list[int]) -> 
     return NotImplemented
 
 
+def like_other(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`view_as` and `reshape_as` in terms of `reshape`; `expand_as` in terms of `expand`."""
+    x, other = named(args, kwargs, "input", "other")
+    if not isinstance(x, SplitTensor):
+        return NotImplemented
+    shape = whole_shape(other) if isinstance(other, SplitTensor) else tuple(other.shape)
+    if func is Tensor.expand_as:
+        return expand(Tensor.expand, (x, *shape), {})
+    return reshape(Tensor.reshape, (x, *shape), {})
+
+
 def flatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`flatten` in terms of `reshape`."""
     x = args[0]
@@ -76,7 +87,7 @@ def flatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def unflatten(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`unflatten` in terms of `reshape`."""
-    x, dim, sizes = (*args, *kwargs.values())[:3]
+    x, dim, sizes = named(args, kwargs, "input", "dim", "sizes")
     if not isinstance(x, SplitTensor) or not isinstance(dim, int) or not _is_shape(sizes):
         return NotImplemented
     shape = whole_shape(x)
@@ -138,8 +149,8 @@ def expand(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def unsqueeze(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A new dim of size 1."""
-    x, dim = (*args, *kwargs.values())[:2]
-    if not isinstance(x, SplitTensor):
+    x, dim = named(args, kwargs, "input", "dim")
+    if not isinstance(x, SplitTensor) or not isinstance(dim, int):
         return NotImplemented
     dim = dim % (ndim_of(x) + 1)
     moved = x.lie.dim + (dim <= x.lie.dim)
@@ -209,7 +220,7 @@ def _block_of(item: slice, lie: Lie) -> tuple[slice, Split] | None:
 
 def narrow(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`narrow` in terms of `getitem`."""
-    x, dim, start, length = (*args, *kwargs.values())[:4]
+    x, dim, start, length = named(args, kwargs, "input", "dim", "start", "length")
     if not isinstance(x, SplitTensor) or not all(isinstance(v, int) for v in (dim, start, length)):
         return NotImplemented
     index = [slice(None)] * ndim_of(x)
@@ -286,8 +297,7 @@ def joining(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def repeat_interleave(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Every index several times over: of another dim, or of the divided one, which stays divided alike."""
-    x, repeats = args[:2]
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    x, repeats, dim = named(args, kwargs, "input", "repeats", "dim")
     if not isinstance(x, SplitTensor) or not isinstance(repeats, int) or not isinstance(dim, int):
         return NotImplemented
     split = x.lie.split.times(repeats) if dim % ndim_of(x) == x.lie.dim else x.lie.split

@@ -30,6 +30,7 @@ from lightning_dist.tensor.rules.shapes import (
     getitem,
     joining,
     last_two,
+    like_other,
     narrow,
     permutation,
     permuted,
@@ -92,6 +93,7 @@ def table() -> dict[Any, Rule]:
     enter(along(2, 1), F.normalize)
     enter(normalization, F.layer_norm, *_functions("rms_norm", F, torch), torch.layer_norm)
     enter(reshape, Tensor.view, Tensor.reshape, torch.reshape)
+    enter(like_other, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as)
     enter(flatten, Tensor.flatten, torch.flatten)
     enter(unflatten, Tensor.unflatten, torch.unflatten)
     enter(permutation(swapped), *_functions("transpose swapaxes swapdims", torch, Tensor))
