@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_dist.comm.parts import join
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.shard import Home, home_of
 from lightning_dist.zero.engine import ZeroEngine, shard_state
 from lightning_dist.zero.flat import Slot
 
@@ -35,13 +36,14 @@ def full_state_dict(engine: ZeroEngine, module: nn.Module | None = None) -> dict
     engine.notice_writes()
     raw = module.state_dict(keep_vars=True)
     whole: dict[nn.Parameter, Tensor] = {}
+    homes = {id(buffer): home_of(part) for part in module.modules() for buffer in part.buffers(recurse=False)}
     state: dict[str, Any] = type(raw)()
     if hasattr(raw, "_metadata"):  # versions of the modules, which `load_state_dict` of some of them asks for
         state._metadata = raw._metadata  # type: ignore[attr-defined]
     for key, value in raw.items():
         slot = engine.slots.get(value) if isinstance(value, nn.Parameter) else None
         if slot is None:
-            state[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            state[key] = _buffer(engine, value, homes.get(id(value))) if isinstance(value, Tensor) else value
         else:
             if slot.parameter not in whole:
                 whole[slot.parameter] = _collect(engine, slot, slot.group.piece(slot.group.owned, slot))
@@ -112,19 +114,45 @@ def _plain(value: Any) -> Any:
 
 def _collect(engine: ZeroEngine, slot: Slot, piece: Tensor) -> Tensor:
     """The whole tensor on rank 0's CPU, a meta tensor elsewhere; collective where it is sharded or cut."""
-    part = _collect_part(engine, slot, piece.detach())
+    shape = slot.shape if slot.cut is None else torch.Size(slot.cut.shape)
+    whole = _collect_whole(engine, slot, piece.detach()) if slot.group.here else None
+    whole = _to_first_stage(engine, whole, shape, piece, slot.group.home)
+    return _on_meta(shape, piece) if whole is None or engine.mesh.rank else _cpu(whole)
+
+
+def _collect_whole(engine: ZeroEngine, slot: Slot, piece: Tensor) -> Tensor | None:
+    """The whole tensor on the first data- and tensor-parallel rank of its stage, None on the others."""
+    part = _collect_part(engine, slot, piece)
     cut, tp = slot.cut, engine.mesh.tp
-    if cut is None:
-        return _cpu(part) if engine.mesh.rank == 0 else _on_meta(slot.shape, piece)
-    if part is None:
-        return _on_meta(cut.shape, piece)
+    if cut is None or part is None:
+        return part if tp.rank == 0 else None
     sizes = [prod(cut.local_shape(rank)) for rank in range(tp.size)]
     out = torch.empty(sum(sizes), dtype=piece.dtype, device=piece.device) if tp.rank == 0 else None
     tp.collect(part.reshape(-1), sizes, purpose="checkpoint", out=out)
-    if out is None or engine.mesh.rank:
-        return _on_meta(cut.shape, piece)
+    if out is None:
+        return None
     parts = [flat.view(cut.local_shape(rank)) for rank, flat in enumerate(torch.split(out, sizes))]
-    return join(parts, cut.dim, cut.split).cpu()
+    return join(parts, cut.dim, cut.split)
+
+
+def _to_first_stage(
+    engine: ZeroEngine, whole: Tensor | None, shape: torch.Size, like: Tensor, home: Home | None
+) -> Tensor | None:
+    """Bring a whole tensor from the stage that speaks for it to the first one; collective along the stages."""
+    mesh = engine.mesh
+    if home is None or home.first == 0 or mesh.dp.rank or mesh.tp.rank:
+        return whole
+    sizes = [prod(shape) if rank == home.first else 0 for rank in range(mesh.pp.size)]
+    piece = whole.reshape(-1) if whole is not None and mesh.pp.rank == home.first else like.new_empty(0)
+    out = torch.empty(prod(shape), dtype=like.dtype, device=like.device) if mesh.pp.rank == 0 else None
+    mesh.pp.collect(piece, sizes, purpose="checkpoint", out=out)
+    return None if out is None else out.view(shape)
+
+
+def _buffer(engine: ZeroEngine, buffer: Tensor, home: Home | None) -> Tensor:
+    """As the stage has it that computes its module; on the other stages as it is there."""
+    arrived = _to_first_stage(engine, buffer.detach(), buffer.shape, buffer.detach(), home)
+    return (buffer.detach() if arrived is None else arrived).cpu().clone()
 
 
 def _collect_part(engine: ZeroEngine, slot: Slot, piece: Tensor) -> Tensor | None:
@@ -142,6 +170,5 @@ def _on_meta(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device="meta")
 
 
-def _cpu(part: Tensor | None) -> Tensor:
-    assert part is not None
+def _cpu(part: Tensor) -> Tensor:
     return part.cpu().clone() if part.device.type == "cpu" else part.cpu()

@@ -136,6 +136,10 @@ class RollCall:
             return flags
         union = torch.tensor(flags, dtype=torch.uint8)
         self.ledger.record("world", "all_reduce", "rollcall", 2 * len(flags) * (self.size - 1) // self.size)
+        if self.shared is not None:
+            everyone = union.repeat(self.size)
+            self.shared.all_gather(everyone).wait()
+            return [bool(flag) for flag in everyone.view(self.size, -1).amax(0).tolist()]
         dist.all_reduce(union, dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in union.tolist()]
 

@@ -35,6 +35,34 @@ def cut_of(parameter: object) -> Cut | None:
     return cut
 
 
+HOME = "_lightning_dist_home"
+"""Attribute under which a parameter or a module carries its `Home`, where a pipeline has divided the module."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Which pipeline ranks hold a parameter (several, where it is tied or shared); `rank` is the one that asks."""
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank is one of them."""
+        return self.rank in self.ranks
+
+    @property
+    def first(self) -> int:
+        """The one that speaks for all."""
+        return self.ranks[0]
+
+
+def home_of(thing: object) -> Home | None:
+    """Where a parameter or module lives, None where every rank holds it."""
+    home: Home | None = getattr(thing, "__dict__", {}).get(HOME)
+    return home
+
+
 @dataclass(frozen=True)
 class ShardSpec:
     """A contiguous run of a parameter, counted in the row-major order of its shape on one tensor-parallel rank.

@@ -1,1 +1,6 @@
-"""Pipeline parallelism: groups of layers on different ranks, micro-batches flowing through them."""
+"""The pipeline: schedules as data, and the engine that runs them around an unmodified module."""
+
+from lightning_dist.pipeline.engine import PipelineEngine, Result, undivide
+from lightning_dist.pipeline.report import PipelineReport
+
+__all__ = ["PipelineEngine", "PipelineReport", "Result", "undivide"]

@@ -36,10 +36,11 @@ from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError, LightningDistError, ReleasedParameterError
-from lightning_dist.core.shard import ShardSpec
+from lightning_dist.core.shard import Home, ShardSpec, home_of
 from lightning_dist.core.stages import Placement, stage_row
 from lightning_dist.params.questions import own_class
 from lightning_dist.zero import copies, guard
+from lightning_dist.zero.aside import Aside
 from lightning_dist.zero.buffers import BufferSync
 from lightning_dist.zero.flat import FlatGroup, Residency, Slot
 from lightning_dist.zero.gather import Gatherer, Unit
@@ -116,6 +117,7 @@ class ZeroEngine:
         self.gatherer = Gatherer(self.units, mesh.rollcall, prefetch_bytes=self.prefetch_bytes)
         self.reducer = Reducer(self.groups, mesh.rollcall)
         self.buffers = BufferSync(module, mesh)
+        self.aside = Aside(self)
         self.state_bytes_per_element = 0.0
         self.in_step: StepKind | None = None
         self._held: list[Unit] = []
@@ -137,20 +139,23 @@ class ZeroEngine:
     def _make_units(self, compute_dtype: torch.dtype | None) -> list[Unit]:
         units = []
         for index, plan in enumerate(find_units(self.module)):
-            alike: dict[tuple[torch.dtype, bool], list[NamedParameter]] = {}
+            alike: dict[tuple[torch.dtype, bool, Home | None], list[NamedParameter]] = {}
             for item in plan.parameters:
-                alike.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
+                key = item.parameter.dtype, item.parameter.requires_grad, home_of(item.parameter)
+                alike.setdefault(key, []).append(item)
             groups = [
                 FlatGroup(
                     items,
                     row=self.row,
                     axis=self.mesh.dp,
                     peers=self.mesh.tp,
+                    stages=self.mesh.pp,
+                    home=home,
                     compute_dtype=compute_dtype,
                     device=self.mesh.device,
                     pool=self.pool,
                 )
-                for items in alike.values()
+                for (_, _, home), items in alike.items()
             ]
             units.append(Unit(index, plan.name, groups, plan.callers))
         return units
@@ -179,6 +184,12 @@ class ZeroEngine:
                 engine._hooks.gradients_complete(unit, slot.group)
 
         return arrived
+
+    def gradient_arrived(self, slot: Slot) -> None:
+        """A parameter has got its gradient by other means than autograd."""
+        if self.reducer.take(slot):
+            unit = next(unit for unit in self.units if slot.group in unit.groups)
+            self._hooks.gradients_complete(unit, slot.group)
 
     def remove(self) -> None:
         """Give the module back whole: full values in the parameters' own dtype, no hooks. Collective."""
@@ -528,4 +539,4 @@ def shard_state(value: Any, slot: Slot) -> Any:
     if not isinstance(value, Tensor) or tuple(value.shape) != spec.global_shape or value.ndim == 0:
         return value
     part = slot.part_of(value.detach()).reshape(-1)[spec.start : spec.stop].clone()
-    return part if slot.group.sharded_state else part.view(slot.shape)
+    return part if slot.group.sharded_state or not slot.group.here else part.view(slot.shape)

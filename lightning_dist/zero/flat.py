@@ -14,6 +14,9 @@ buffer's *storage* to 0 bytes and gathering grows it back: views taken earlier s
 The placements of the ZeRO table decide what rests: parameters REPLICATE keep `compute` resident; optimizer SHARD makes
 `owned` this rank's chunk; where the compute dtype differs from the master dtype, or parameters are sharded, `owned` is
 storage of its own, else it is a view of `compute`.
+
+Where a pipeline has put the parameters on other ranks, the group is *away*: it has no elements here, its fragments are
+empty, and whoever collects whole values hears them from the parameters' home.
 """
 
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.comm.parts import part_of
 from lightning_dist.core.errors import LightningDistError
-from lightning_dist.core.shard import Cut, ShardSpec, cut_of, overlap, shard_size
+from lightning_dist.core.shard import Cut, Home, ShardSpec, cut_of, overlap, shard_size
 from lightning_dist.core.stages import Placement, StageRow
 from lightning_dist.params.fragment import Fragment
 from lightning_dist.params.questions import shape_of_piece, without_answers
@@ -93,11 +96,14 @@ class FlatGroup:
         row: StageRow,
         axis: Axis,
         peers: Axis,
+        stages: Axis,
+        home: Home | None,
         compute_dtype: torch.dtype | None,
         device: torch.device,
         pool: BufferPool,
     ) -> None:
-        self.row, self.axis, self.peers, self.pool = row, axis, peers, pool
+        self.row, self.axis, self.peers, self.stages, self.home, self.pool = row, axis, peers, stages, home, pool
+        self.here = home is None or home.here
         first = parameters[0].parameter
         self.master_dtype = first.dtype
         self.compute_dtype = compute_dtype if compute_dtype is not None else first.dtype
@@ -109,13 +115,13 @@ class FlatGroup:
         self.sharded_state = row.optimizer is Placement.SHARD
         self.low, self.high = self.range_of(axis.rank)
         self.compute = torch.zeros(self.padded, dtype=self.compute_dtype, device=self.device)
-        self.views = [self.compute[s.start : s.stop].view(s.shape) for s in self.slots]
+        self.views = [self.compute[s.start : s.stop].view(s.shape) for s in self.slots] if self.here else []
         self.residency = Residency.GATHERED
         self.pending = Pending()
         self.stale = False  # masters have changed since the computing copy was filled from them
         self.owned = self._take_over()
         self._make_fragments()
-        if row.parameter is Placement.SHARD:
+        if row.parameter is Placement.SHARD and self.here:
             self.release()
         self.gradient: Tensor | None = None  # local, whole: packed as it arrives
         self.reduced: Tensor | None = None  # the owned range, averaged over the ranks
@@ -126,7 +132,7 @@ class FlatGroup:
         start = 0
         for item in sorted(parameters, key=lambda item: shape_of_piece(item.parameter).numel() % 16 != 0):
             shape = shape_of_piece(item.parameter)
-            stop = start + shape.numel()
+            stop = start + (shape.numel() if self.here else 0)
             slots.append(Slot(item.names, item.parameter, shape, start, stop, self))
             start = stop
         return slots
@@ -137,6 +143,11 @@ class FlatGroup:
 
     def _take_over(self) -> Tensor:
         """Copy rank 0's values into the buffer, make the parameters views of it, and return the owned range."""
+        if not self.here:
+            for slot in self.slots:
+                slot.stand_in = guard.released_values(slot.parameter)
+                guard.show(slot.parameter, slot.stand_in)
+            return self.compute.to(self.master_dtype)
         start = torch.zeros(self.padded, dtype=self.master_dtype, device=self.device)
         for slot in self.slots:
             start[slot.start : slot.stop].copy_(without_answers(slot.parameter).detach().reshape(-1))
@@ -150,14 +161,14 @@ class FlatGroup:
         return self.compute[self.low : self.high]
 
     def _make_fragments(self) -> None:
-        same = not self.sharded_state and self.compute_dtype == self.master_dtype
+        same = self.here and not self.sharded_state and self.compute_dtype == self.master_dtype
         same = same and all(slot.cut is None for slot in self.slots)
         for slot in self.slots:
             if same:
                 slot.fragment = slot.parameter
                 continue
             piece = self.piece(self.owned, slot)
-            if not self.sharded_state:
+            if self.here and not self.sharded_state:
                 piece = piece.view(slot.shape)
             slot.fragment = Fragment(piece, slot.parameter)
 
@@ -171,6 +182,7 @@ class FlatGroup:
         low, high = (self.low, self.high) if rank is None else self.range_of(rank)
         start, stop = overlap(slot.start, slot.stop, low, high)
         copies = (1 if self.sharded_state else self.axis.size) * (self.peers.size if slot.cut is None else 1)
+        copies *= self.stages.size if self.home is None else len(self.home.ranks)
         return ShardSpec(slot.name, tuple(slot.shape), start, stop, copies, slot.cut)
 
     # Values ---------------------------------------------------------------------------------------------------
@@ -182,6 +194,8 @@ class FlatGroup:
 
     def start_gather(self, *, purpose: str = "parameters") -> None:
         """Begin to fill the buffer with all ranks' owned ranges; collective."""
+        if not self.here:
+            return
         self.finish_gather()  # of an earlier request, if one is under way
         if self.residency is Residency.RELEASED:
             self.compute.untyped_storage().resize_(self.num_bytes)
@@ -206,7 +220,7 @@ class FlatGroup:
         """Free the computing copy; the parameters keep their metadata."""
         if self.residency is Residency.GATHERING:
             self.finish_gather()
-        if self.residency is Residency.RELEASED:
+        if self.residency is Residency.RELEASED or not self.here:
             return
         self.notice_writes()
         for slot in self.slots:
@@ -227,7 +241,7 @@ class FlatGroup:
         Raises:
             LightningDistError: new data of another shape or dtype.
         """
-        if self.residency is not Residency.GATHERED:
+        if self.residency is not Residency.GATHERED or not self.here:
             return
         for slot, view in zip(self.slots, self.views, strict=True):
             take_over_assignment(slot, view, (self.master_dtype, self.compute_dtype))
@@ -251,13 +265,13 @@ class FlatGroup:
 
     def masters_written(self) -> bool:
         """Whether fragments were written in place, by other code than the optimizer; what is shown is then stale."""
-        if self.row.parameter is Placement.SHARD or self.slots[0].fragment is self.slots[0].parameter:
+        if self.row.parameter is Placement.SHARD or self.slots[0].fragment is self.slots[0].parameter or not self.here:
             return False
         return any(slot.fragment._version != slot.master_version for slot in self.slots)
 
     def start_refresh(self) -> Pending:
         """Bring a resident computing copy up to date after the owned range has changed; collective if sharded."""
-        if self.row.parameter is Placement.SHARD:
+        if self.row.parameter is Placement.SHARD or not self.here:
             return Pending()
         chunk = self._own_chunk()
         if chunk.data_ptr() != self.owned.data_ptr():
@@ -270,6 +284,8 @@ class FlatGroup:
         spec = self.spec(slot)
         if tuple(values.shape) != spec.global_shape and values.numel() != prod(spec.global_shape):
             raise ValueError(f"{slot.name} has shape {spec.global_shape}, the new values have {tuple(values.shape)}")
+        if not self.here:
+            return
         with torch.no_grad():
             values = slot.part_of(values.detach().reshape(spec.global_shape))
             self.piece(self.owned, slot).copy_(values.reshape(-1)[spec.start : spec.stop])
@@ -316,6 +332,9 @@ class FlatGroup:
 
         Parameters that got no gradient here count as zeros: ranks may differ in which these are.
         """
+        if not self.here:
+            self.reduced = self.owned.new_empty(0)
+            return Pending()
         if self.gradient is None:
             self.gradient = self.pool.take(self.padded, self.wire_dtype(accumulates=False)).zero_()
         flat = self.gradient
@@ -351,12 +370,16 @@ class FlatGroup:
         An unreduced gradient is delivered too: what the optimizer then sets to None is known to be zeroed.
         """
         source = self.reduced if reduced else self.gradient
-        assert source is not None
-        if self.sharded_state:
+        if not self.here:
+            slot.fragment.grad = torch.zeros_like(slot.fragment)
+            slot.arrived, slot.summed = not reduced, reduced or slot.summed
+        elif self.sharded_state:
+            assert source is not None
             piece = self.piece(source if reduced else source[self.low : self.high], slot)
             slot.fragment.grad = piece if piece.dtype == slot.fragment.dtype else piece.to(slot.fragment.dtype)
             slot.arrived, slot.summed = not reduced, reduced or slot.summed
         else:
+            assert source is not None
             slot.fragment.grad = source[slot.start : slot.stop].view(slot.shape)
             slot.arrived = True
         if slot.fragment is not slot.parameter:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.errors import LightningDistError
 from lightning_dist.core.stages import Placement
 from lightning_dist.zero import guard
@@ -74,13 +75,19 @@ class _Shown:
 
 
 def _in_full(group: FlatGroup, full: Tensor, purpose: str) -> _Shown:
-    parts = [full[slot.start : slot.stop].view(slot.shape) for slot in group.slots]
+    if group.here:
+        parts = [full[slot.start : slot.stop].view(slot.shape) for slot in group.slots]
+    else:
+        parts = [full.new_empty(slot.shape) for slot in group.slots]
+    if group.home is not None:
+        for part in parts:
+            group.stages.broadcast(part.view(-1), purpose=purpose, source=group.home.first)
     return _Shown(full, [s.whole(part, purpose=purpose) for s, part in zip(group.slots, parts, strict=True)])
 
 
 def _write_back(slot: Slot, shown: _Shown, values: Tensor) -> None:
     """Put whole values into the flat buffer, where they are not views of it."""
-    if slot.cut is not None:
+    if slot.cut is not None and slot.group.here:
         shown.full[slot.start : slot.stop].view(slot.shape).copy_(slot.part_of(values))
 
 
@@ -107,13 +114,25 @@ def _take_over_assignments(group: FlatGroup, shown: _Shown) -> LightningDistErro
 def _take_back_masters(group: FlatGroup, shown: _Shown) -> None:
     """Each rank keeps the range that it owns. Tensor-parallel peers take what the first of them has written."""
     for slot, values in zip(group.slots, shown.values, strict=True):
-        if group.peers.size > 1:
+        for axis, source in _those_who_hold_the_same(group):
             first = values.detach().contiguous()
-            values.detach().copy_(group.peers.broadcast(first.view(-1), purpose="parameters").view(values.shape))
+            values.detach().copy_(
+                axis.broadcast(first.view(-1), purpose="parameters", source=source).view(values.shape)
+            )
         _write_back(slot, shown, values)
-    if shown.full.data_ptr() != group.compute.data_ptr():
+    if shown.full.data_ptr() != group.compute.data_ptr() and group.here:
         group.owned.copy_(shown.full[group.low : group.high])
         group.stale = True
+
+
+def _those_who_hold_the_same(group: FlatGroup) -> list[tuple[Axis, int]]:
+    """The axes along which several ranks hold these parameters, and who speaks for them."""
+    axes = [(group.peers, 0)] if group.peers.size > 1 else []
+    if group.home is None and group.stages.size > 1:
+        axes.append((group.stages, 0))
+    elif group.home is not None and len(group.home.ranks) > 1:
+        axes.append((group.stages, group.home.first))
+    return axes
 
 
 def _whole(group: FlatGroup, owned: Tensor, purpose: str) -> Tensor:
@@ -167,7 +186,10 @@ def _take_back_gradients(group: FlatGroup, shown: _Shown | None) -> LightningDis
 
 
 def _restore(group: FlatGroup, residency: Residency) -> None:
-    if group.row.parameter is Placement.SHARD:
+    if not group.here:
+        for slot in group.slots:
+            guard.show(slot.parameter, slot.stand_in)
+    elif group.row.parameter is Placement.SHARD:
         for slot in group.slots:
             guard.hide(slot.parameter, slot.stand_in)
         if residency is not Residency.RELEASED:  # what was gathered before the block may be out of date now

@@ -34,6 +34,7 @@ class Reducer:
         self.groups = list(groups)
         self.rollcall = rollcall
         self.running = False
+        self.aside = False  # gradients are left to whoever asked for it; see `aside`
         self._failed = False
         self._in_flight: deque[Pending] = deque()
         self._launched: set[int] = set()
@@ -70,7 +71,7 @@ class Reducer:
             LightningDistError: outside of a backward that this object knows of, or after the group has left.
         """
         group, gradient = slot.group, slot.parameter.grad
-        if gradient is None:
+        if gradient is None or self.aside:
             return False
         if not self.running:
             raise LightningDistError(
@@ -124,7 +125,7 @@ class Reducer:
         slots = [slot for index in self._active for slot in self.groups[index].slots]
         arrived = [slot.arrived for slot in slots]
         if self.reducing:
-            arrived = self._anywhere(arrived)
+            arrived = self._anywhere(slots)
             self._learn_order()
         while self._in_flight:
             self._in_flight.popleft().wait()
@@ -136,10 +137,12 @@ class Reducer:
                     slot.arrived = False
         self.running = False
 
-    def _anywhere(self, arrived: list[bool]) -> list[bool]:
+    def _anywhere(self, slots: list[Slot]) -> list[bool]:
         """Which parameters got a gradient on any rank: those that got none must not be stepped anywhere."""
-        answers = self.rollcall.ask(Place.BACKWARD_END, int(all(arrived)))
-        return arrived if all(answers) else self.rollcall.any_rank(arrived)
+        arrived = [slot.arrived for slot in slots]
+        complete = all(slot.arrived or not slot.group.here for slot in slots)
+        answers = self.rollcall.ask(Place.BACKWARD_END, int(complete))
+        return [True] * len(arrived) if all(answers) else self.rollcall.any_rank(arrived)
 
     def _learn_order(self) -> None:
         """Take over the order in which rank 0 completed its groups; once for each set of training groups."""

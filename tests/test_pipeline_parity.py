@@ -1,0 +1,80 @@
+"""The law of parity under a pipeline: models as they come equal one process in loss and in every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dist.comm import Mesh
+from lightning_dist.core.layout import Layout
+from lightning_dist.pipeline.absent import AbsentParameter
+from lightning_dist.pipeline.engine import PipelineEngine
+from tests.harness import ranks, world_size
+from tests.pp.models import CASES
+from tests.tp.models import AllInFloat64, Case
+
+EXACT = 1e-10
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
+MICRO_BATCHES = (1, 2, 4, 7)
+
+
+def assert_same_gradients(reference: nn.Module, module: nn.Module) -> int:
+    """Every gradient of this rank is the reference's; returns how many were compared."""
+    theirs = {name: p.grad for name, p in reference.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values() if gradient is not None)
+    compared = 0
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, AbsentParameter):
+            assert parameter.grad is None
+            continue
+        want, got = theirs[name], parameter.grad
+        assert (want is None) == (got is None), name
+        if want is not None and got is not None:
+            assert float((got - want).abs().max()) <= EXACT * largest, name
+            compared += 1
+    return compared
+
+
+def check(case: Case, mesh: Mesh, schedule: str, micro_batches: int, *, accumulate: int, recompute: bool) -> int:
+    """Two optimizer steps' gradients; the number that was compared."""
+    reference, module = case.build(), case.build()
+    engine = PipelineEngine(module, mesh, num_micro_batches=micro_batches, schedule=schedule, recompute=recompute)
+    compared = 0
+    for step in range(2):
+        reference.zero_grad()
+        module.zero_grad()
+        for number in range(accumulate):
+            batch = case.batch(2 * step + number)
+            with AllInFloat64():
+                want = case.loss(reference, batch) / accumulate
+                got = engine.forward_backward(lambda part: case.loss(module, part), batch, scale=1 / accumulate)
+            want.backward()
+            torch.testing.assert_close(got.returned / accumulate, want.detach(), rtol=EXACT, atol=0)
+        compared += assert_same_gradients(reference, module)
+    return compared
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal_one_process(name: str) -> None:
+    """All schedules with all numbers of micro-batches; accumulation and recompute take turns."""
+    mesh = Mesh.from_world(Layout(pp=world_size()))
+    swept = 0
+    for s, schedule in enumerate(SCHEDULES):
+        for m, micro_batches in enumerate(MICRO_BATCHES):
+            compared = check(
+                CASES[name],
+                mesh,
+                schedule,
+                micro_batches,
+                accumulate=1 + (s + m) % 2,
+                recompute=(s + m // 2) % 2 == 1,
+            )
+            assert compared >= 4
+            swept += 1
+    assert swept == len(SCHEDULES) * len(MICRO_BATCHES) == 20
+
+
+def test_the_sweep_is_as_wide_as_it_says() -> None:
+    assert len(CASES) == 14
