@@ -8,9 +8,15 @@ Importing this package registers its strategy names with Lightning::
     L.Trainer(strategy="zero3", devices=8).fit(module)
 """
 
-from lightning_dist.strategies import ShardedStrategy, TensorParallelStrategy, ZeROStrategy, register
+from lightning_dist.strategies import (
+    PipelineParallelStrategy,
+    ShardedStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+    register,
+)
 
 __version__ = "0.1.0"
-__all__ = ["ShardedStrategy", "TensorParallelStrategy", "ZeROStrategy", "__version__"]
+__all__ = ["PipelineParallelStrategy", "ShardedStrategy", "TensorParallelStrategy", "ZeROStrategy", "__version__"]
 
 register()

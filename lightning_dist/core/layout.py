@@ -83,7 +83,8 @@ class Layout:
 
 ZERO_NAMES: dict[str, dict[str, int]] = {f"zero{stage}": {"stage": stage} for stage in range(4)}
 TENSOR_NAMES: dict[str, dict[str, int]] = {"tp": {}} | {f"tp{size}": {"tp": size} for size in (2, 4, 8)}
-STRATEGY_NAMES: dict[str, dict[str, int]] = ZERO_NAMES | TENSOR_NAMES
+PIPELINE_NAMES: dict[str, dict[str, int]] = {"pp": {}} | {f"pp{size}": {"pp": size} for size in (2, 4, 8, 16)}
+STRATEGY_NAMES: dict[str, dict[str, int]] = ZERO_NAMES | TENSOR_NAMES | PIPELINE_NAMES
 """Registered strategy names and the arguments that each stands for."""
 
 GRAMMAR = (
@@ -91,7 +92,8 @@ GRAMMAR = (
     + ", ".join(f'"{name}"' for name in STRATEGY_NAMES)
     + ": zero0 replicates everything (plain data parallelism), zero1 shards the optimizer state, "
     "zero2 the gradients too, zero3 the parameters too; tp cuts matrices over all devices of a node, tp2, tp4 and tp8 "
-    "over so many ranks, other sizes are TensorParallelStrategy(tp=...)"
+    "over so many ranks, other sizes are TensorParallelStrategy(tp=...); pp divides the layers over all ranks, pp2, "
+    "pp4, pp8 and pp16 over so many, other sizes are PipelineParallelStrategy(pp=...)"
 )
 
 

@@ -5,6 +5,8 @@ Lightning's `BaseFinetuning` does). A fragment therefore hashes like its paramet
 working, and a parameter that is added twice is noticed. Other comparisons are elementwise, as for any tensor.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,3 +30,17 @@ class Fragment(nn.Parameter):
     def __eq__(self, other: object) -> bool | Tensor:  # type: ignore[override]
         """True for the parameter itself; elementwise for other tensors."""
         return True if other is self or other is self.whole else super().__eq__(other)
+
+
+_COMPARISONS: set[object] = {torch.equal, torch.Tensor.__eq__}
+
+
+def asked_for_identity(func: object, args: tuple[Any, ...]) -> bool | None:
+    """Whether the two compared are a parameter and its fragment; None if `func` is no comparison with a fragment.
+
+    Someone asks so whether an optimizer has this parameter, and values do not matter.
+    """
+    fragments = [arg for arg in args if isinstance(arg, Fragment)] if func in _COMPARISONS else []
+    if not fragments:
+        return None
+    return any(fragment.whole is other for fragment in fragments for other in args)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_dist.core.errors import ReleasedParameterError
 from lightning_dist.core.shard import home_of
+from lightning_dist.params.fragment import asked_for_identity
 from lightning_dist.params.questions import CLASS, QUESTIONS, SHAPE_QUESTIONS
 from lightning_dist.pipeline.fakes import Fakes
 from lightning_dist.pipeline.homes import is_here
@@ -44,6 +45,8 @@ class AbsentParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 shape, dtype = tuple(args[0].shape), args[0].dtype
             return f"Parameter(on another pipeline stage, shape={shape}, dtype={dtype})"
+        if (same := asked_for_identity(func, args)) is not None:
+            return same
         args, kwargs = pytree.tree_map_only(AbsentParameter, _stand_in, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -6,7 +6,8 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.core.errors import MIXED_IMPORTS, ConfigurationError
-from lightning_dist.core.layout import STRATEGY_NAMES, TENSOR_NAMES, ZERO_NAMES, explain_unknown_name
+from lightning_dist.core.layout import PIPELINE_NAMES, STRATEGY_NAMES, TENSOR_NAMES, ZERO_NAMES, explain_unknown_name
+from lightning_dist.strategies.pipeline import PipelineParallelStrategy
 from lightning_dist.strategies.tensor import TensorParallelStrategy
 from lightning_dist.strategies.zero import ZeROStrategy
 
@@ -23,7 +24,11 @@ class _KnownNames(list[str]):
 
 def register() -> None:
     """Add our names to Lightning's registry; calling it again changes nothing."""
-    kinds = ((ZERO_NAMES, ZeROStrategy, "ZeRO"), (TENSOR_NAMES, TensorParallelStrategy, "tensor parallelism"))
+    kinds = (
+        (ZERO_NAMES, ZeROStrategy, "ZeRO"),
+        (TENSOR_NAMES, TensorParallelStrategy, "tensor parallelism"),
+        (PIPELINE_NAMES, PipelineParallelStrategy, "a pipeline"),
+    )
     for names, kind, words in kinds:
         for name, arguments in names.items():
             if name not in StrategyRegistry:

@@ -135,7 +135,7 @@ class ReplicaStrategy(ShardedStrategy):
         Raises:
             RankMismatchError: naming the first parameter that differs.
         """
-        held = {_identity(slot): slot for slot in self.engine.slots.values()}
+        held = {_identity(slot): slot for slot in self.engine.slots.values() if slot.group.here}
         rollcall, replicas = self.mesh.rollcall, self.mesh.layout.replicas()
         rollcall.call(Place.AGREE, what="on parameters that they hold in common")
         names: list[Any] = rollcall.exchange(list(held))

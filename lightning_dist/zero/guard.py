@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_dist.core.errors import ReleasedParameterError, ShardedGradientError
 from lightning_dist.core.shard import CUT, cut_of
-from lightning_dist.params.fragment import Fragment
+from lightning_dist.params.fragment import asked_for_identity
 from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, own_class, shape_of_piece
 
 _SLOT = "_lightning_dist_slot"
@@ -45,8 +45,6 @@ _METADATA: set[object] = (QUESTIONS - {torch.Tensor.untyped_storage}) | {
     torch.full_like,
 }
 """What can be answered without values, apart from the shape."""
-
-_COMPARISONS: set[object] = {torch.equal, torch.Tensor.__eq__}
 
 
 def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -81,9 +79,8 @@ class ReleasedParameter(nn.Parameter):
             taken = owner_of(parameter).load(parameter, values)
             if taken:
                 return parameter
-        if func in _COMPARISONS and any(isinstance(arg, Fragment) for arg in args):
-            # Someone asks whether an optimizer has this parameter: that is a question of identity.
-            return any(isinstance(arg, Fragment) and any(arg.whole is other for other in args) for arg in args)
+        if (same := asked_for_identity(func, args)) is not None:
+            return same
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, ReleasedParameter):
                 owner_of(value).touch(value)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_dist.comm.agreement import DIFFERENT_MODELS, insist_on_equal
 from lightning_dist.comm.rollcall import RollCall
 from lightning_dist.core.errors import UnsupportedModelError
+from lightning_dist.core.shard import home_of
 from lightning_dist.params.questions import in_words, without_answers
 
 
@@ -30,16 +31,22 @@ def refuse_unsupported(module: nn.Module, device: torch.device) -> None:
     for name, sub in module.named_modules():
         if getattr(sub, "sparse", False) and isinstance(sub, (nn.Embedding, nn.EmbeddingBag)):
             raise UnsupportedModelError(f"{name}: sparse gradients cannot be reduced in flat buffers; use sparse=False")
-    for name, parameter in module.named_parameters():
+    for name, parameter in _held(module):
         reason = _unsupported(parameter, device)
         if reason:
             raise UnsupportedModelError(f"parameter {name} {reason}")
     _refuse_shared_storage(module)
 
 
+def _held(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose values are here, where a pipeline has put some on other ranks."""
+    homes = [(name, parameter, home_of(parameter)) for name, parameter in module.named_parameters()]
+    return [(name, parameter) for name, parameter, home in homes if home is None or home.here]
+
+
 def _refuse_shared_storage(module: nn.Module) -> None:
     """What lies over the same memory is tied in one process and would come apart in flat buffers."""
-    parameters = [_Stretch(n, without_answers(p).detach()) for n, p in module.named_parameters()]
+    parameters = [_Stretch(n, without_answers(p).detach()) for n, p in _held(module)]
     buffers = [_Stretch(n, b, is_buffer=True) for n, b in module.named_buffers() if b.layout is torch.strided]
     for stretches in _touching([s for s in (*parameters, *buffers) if s.tensor.numel()]):
         if shared := _first_shared(stretches):
