@@ -19,8 +19,9 @@ from lightning_dist.comm.parts import join
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.core.shard import Home, home_of
-from lightning_dist.zero.engine import ZeroEngine, shard_state
-from lightning_dist.zero.flat import Slot
+from lightning_dist.zero import ZeroEngine
+from lightning_dist.zero.adoption import shard_state
+from lightning_dist.zero.slot import Slot
 
 
 def full_state_dict(engine: ZeroEngine, module: nn.Module | None = None) -> dict[str, Any]:

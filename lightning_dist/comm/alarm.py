@@ -34,10 +34,11 @@ class Alarm:
 
     @classmethod
     def connect(cls, world: dist.ProcessGroup) -> "Alarm | None":
-        """Join the ranks that share this rank's machine; None where shared memory cannot be used. Collective."""
+        """Join the ranks that share this rank's machine; None where no shared memory can be used. Collective."""
         machines = said_by_all(machine(), world)
-        here = machines[world.rank()]
-        ranks = [rank for rank, other in enumerate(machines) if other == here]
+        if None in machines:
+            return None
+        ranks = [rank for rank, other in enumerate(machines) if other == machines[world.rank()]]
 
         def exchange(mine: object) -> list[object]:
             said = said_by_all(mine, world)
@@ -47,7 +48,7 @@ class Alarm:
         neighbours: Neighbours | None = None
         with contextlib.suppress(OSError):
             neighbours = Neighbours.meet(me, len(ranks), exchange)
-        if not all(exchange(here is not None and neighbours is not None)) or neighbours is None:
+        if not all(exchange(neighbours is not None)) or neighbours is None:
             return None
         memory = mapped(neighbours.share(lambda: new_handle((8 + LETTERS) * len(ranks)))).numpy()
         rung = memory[: 8 * len(ranks)].view(np.int64)

@@ -55,9 +55,10 @@ class Arena:
     segments: list[Tensor] = field(default_factory=list)
     lent: dict[Hashable, Place] = field(default_factory=dict)
     taken: list[list[tuple[int, int]]] = field(default_factory=list)  # of each segment, in order
+    written: list[int] = field(default_factory=list)  # of each segment, up to where it was ever lent
 
-    def lend(self, name: Hashable, num_bytes: int) -> tuple[Place, Tensor]:
-        """A place of so many bytes until `take_back`, and the bytes."""
+    def lend(self, name: Hashable, num_bytes: int) -> Place:
+        """A place of so many bytes until `take_back`."""
         need = aligned(num_bytes)
         segment, start = self._free_place(need)
         if segment == len(self.segments):
@@ -65,14 +66,21 @@ class Arena:
             self.announce(handle)
             self.segments.append(mapped(handle))
             self.taken.append([])
+            self.written.append(0)
         insort(self.taken[segment], (start, start + need))
         self.lent[name] = place = Place(segment, start, start + num_bytes)
-        return place, self.segments[segment][start : place.stop]
+        self.written[segment] = max(self.written[segment], place.stop)
+        return place
 
     @property
     def num_bytes(self) -> int:
-        """Size of all segments."""
+        """Size of all segments, with and without pages."""
         return sum(segment.numel() for segment in self.segments)
+
+    @property
+    def written_bytes(self) -> int:
+        """How much of that has pages, to be exact within one per segment; it stays for as long as the arena."""
+        return sum(self.written)
 
     def _free_place(self, need: int) -> tuple[int, int]:
         """Segment and start; the segment after the last where none has room."""

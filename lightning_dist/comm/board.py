@@ -23,7 +23,7 @@ from lightning_dist.comm.arena import mapped, new_handle
 from lightning_dist.comm.neighbours import Neighbours, alive, machine, said_by_all
 from lightning_dist.core.errors import PeerLostError
 
-SPINS, NAP, LONGEST_NAP, LOOK_FOR_THE_DEAD = 200, 20e-6, 1e-3, 0.2
+SPIN, NAP, LONGEST_NAP, LOOK_FOR_THE_DEAD = 3e-4, 20e-6, 1e-3, 0.2  # seconds
 CORES = os.cpu_count() or 1  # to ask takes longer than many a wait
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -101,14 +101,14 @@ class Board:
         Raises:
             PeerLostError: one of these has died or does not come in time, or any rank of the world has aborted.
         """
-        for _ in range(SPINS if self.size <= CORES else 5):  # where ranks share cores, nap at once
-            if ready():
-                return
+        spin = SPIN if self.size <= CORES else 0.0  # where ranks share cores, nap at once
         begun = looked = time.monotonic()
         while not ready():
+            now = time.monotonic()
+            if now - begun < spin:
+                continue
             if self.terms.alarm is not None:
                 self.terms.alarm.listen()
-            now = time.monotonic()
             time.sleep(min(max(NAP, (now - begun) / 20), LONGEST_NAP))  # a wait becomes a twentieth longer at most
             if now - looked > LOOK_FOR_THE_DEAD:
                 looked = now

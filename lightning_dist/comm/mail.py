@@ -2,30 +2,28 @@
 
 To send never waits for the receiver, and to post a receive waits for nobody. Messages between two ranks match in order,
 for each direction and channel on its own. A message is a list of tensors, which travels as one piece of memory
-(`Packing`). How it travels is up to a carrier: shared memory (`shared_mail`), a backend of torch.distributed, or none
-in a fake world.
+(`Packing`). How it travels is up to a carrier: shared memory (`shared_mail`), a backend of torch.distributed
+(`backend_mail`), or none in a fake world. Every letter is to be opened, in any order.
 """
 
 import itertools
 import pickle
 import zlib
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.comm.arena import aligned
-from lightning_dist.comm.collectives import Waitable, started
 from lightning_dist.comm.ledger import Ledger
-from lightning_dist.core.errors import ConfigurationError, PeerLostError, RankMismatchError
+from lightning_dist.core.errors import ConfigurationError, RankMismatchError
 
 CHANNELS = ("forward", "backward")
 OBJECTS = "objects"
+LINES = (*CHANNELS, OBJECTS)
 
 Form = tuple[torch.dtype, torch.Size]
 Open = Callable[[], list[Tensor]]
@@ -127,7 +125,7 @@ class Mail:
             )
         if not 0 <= peer < self.size:
             raise ConfigurationError(f"axis {self.axis} has ranks 0 to {self.size - 1}, none of number {peer}")
-        if channel not in (*CHANNELS, OBJECTS):
+        if channel not in LINES:
             raise ConfigurationError(f'there is no channel "{channel}"; use one of {", ".join(CHANNELS)}')
 
 
@@ -139,7 +137,7 @@ class Packing:
     """
 
     forms: tuple[Form, ...]
-    starts: tuple[int, ...]
+    places: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]  # dtype, shape, strides, first element
     num_bytes: int
     digest: int
     words: str
@@ -149,16 +147,16 @@ class Packing:
         """For tensors like these."""
         return _packing(tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
-    def pack(self, tensors: Sequence[Tensor], memory: Tensor) -> None:
-        """Copy tensors of any strides into bytes."""
-        for tensor, view in zip(tensors, self.views(memory), strict=True):
+    def pack(self, tensors: Sequence[Tensor], memory: Tensor, start: int = 0) -> None:
+        """Copy tensors of any strides into memory, from a byte on."""
+        for tensor, view in zip(tensors, self.views(memory, start), strict=True):
             view.copy_(tensor)
 
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors where they lie."""
+    def views(self, memory: Tensor, start: int = 0) -> list[Tensor]:
+        """The tensors where they lie. `memory` is all of its storage; `start` is aligned."""
         return [
-            memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for (dtype, shape), start in zip(self.forms, self.starts, strict=True)
+            memory.view(dtype).as_strided(shape, strides, first + start // dtype.itemsize)
+            for dtype, shape, strides, first in self.places
         ]
 
     def insist_on(self, digest: int, peer: int) -> None:
@@ -178,107 +176,12 @@ class Packing:
 def _packing(forms: tuple[Form, ...]) -> Packing:
     sizes = [aligned(shape.numel() * dtype.itemsize) for dtype, shape in forms]
     starts = [0, *itertools.accumulate(sizes)]
+    places = tuple(
+        (dtype, shape, torch.empty(shape, device="meta").stride(), start // dtype.itemsize)
+        for (dtype, shape), start in zip(forms, starts, strict=False)
+    )
     words = ", ".join(f"{dtype} {tuple(shape)}" for dtype, shape in forms) or "no tensors"
-    return Packing(forms, tuple(starts[:-1]), starts[-1], zlib.crc32(words.encode()), words)
-
-
-@dataclass(eq=False)
-class BackendCarrier:
-    """Messages over torch.distributed: one isend per message of a packed copy, which is kept until it has gone.
-
-    Over gloo, lines are told apart by tags, and a digest of shapes and dtypes follows the tensors. NCCL has no tags:
-    each channel has a group for each direction, as a receive posted on a communicator holds up what comes after it.
-    """
-
-    rank: int
-    gloo: dist.ProcessGroup
-    device: torch.device
-    native: dict[tuple[str, bool], dist.ProcessGroup] = field(default_factory=dict)
-    under_way: dict[tuple[int, str], deque[tuple[Waitable, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
-
-    def send(self, tensors: Sequence[Tensor], peer: int, line: str) -> None:
-        """See `Carrier`."""
-        packing = Packing.of(tensors)
-        memory = torch.empty(packing.num_bytes + self._tail, dtype=torch.uint8, device=self.device)
-        packing.pack(tensors, memory)
-        if self._tail:
-            memory[packing.num_bytes :].view(torch.int64).fill_(packing.digest)
-        if memory.numel():
-            self._send(memory, peer, line)
-
-    def post(self, packing: Packing, peer: int, line: str) -> Open:
-        """See `Carrier`."""
-        memory = torch.empty(packing.num_bytes + self._tail, dtype=torch.uint8, device=self.device)
-        works = [self._receive(memory, peer, line)] if memory.numel() else []
-
-        def open_it() -> list[Tensor]:
-            _wait(works, peer)
-            if self._tail:
-                packing.insist_on(int(memory[packing.num_bytes :].view(torch.int64)), peer)
-            views = packing.views(memory)
-            return [view.clone() for view in views] if len(views) > 1 else views
-
-        return open_it
-
-    def send_bytes(self, data: bytes, peer: int) -> None:
-        """See `Carrier`; the length goes ahead."""
-        self._send(torch.tensor([len(data)]), peer, OBJECTS)
-        self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, OBJECTS)
-
-    def receive_bytes(self, peer: int) -> bytes:
-        """See `Carrier`."""
-        length = torch.zeros(1, dtype=torch.int64)
-        _wait([self._receive(length, peer, OBJECTS)], peer)
-        memory = torch.empty(int(length), dtype=torch.uint8)
-        _wait([self._receive(memory, peer, OBJECTS)], peer)
-        return memory.numpy().tobytes()
-
-    def flush(self) -> None:
-        """See `Carrier`."""
-        for (peer, _), works in self.under_way.items():
-            while works:
-                _wait([works[0][0]], peer)
-                works.popleft()
-
-    @property
-    def _tail(self) -> int:
-        """Bytes of the digest; to look at it would make a CUDA device wait."""
-        return 0 if self.native else 8
-
-    def _group(self, peer: int, line: str, *, sending: bool) -> tuple[dist.ProcessGroup, int]:
-        """The group and the tag."""
-        if self.native and line != OBJECTS:
-            return self.native[line, (self.rank < peer) == sending], 0
-        return self.gloo, (*CHANNELS, OBJECTS).index(line)
-
-    def _send(self, memory: Tensor, peer: int, line: str) -> None:
-        works = self.under_way[peer, line]
-        while works and works[0][0].is_completed():  # gloo does not say so before it is waited for: `flush`
-            works.popleft()
-        group, tag = self._group(peer, line, sending=True)
-        try:
-            works.append((started(dist.isend(memory, group=group, group_dst=peer, tag=tag)), memory))
-        except RuntimeError as error:
-            raise _lost(peer) from error
-
-    def _receive(self, memory: Tensor, peer: int, line: str) -> Waitable:
-        group, tag = self._group(peer, line, sending=False)
-        try:
-            return started(dist.irecv(memory, group=group, group_src=peer, tag=tag))
-        except RuntimeError as error:
-            raise _lost(peer) from error
-
-
-def _wait(works: Sequence[Waitable], peer: int) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise _lost(peer) from error
-
-
-def _lost(peer: int) -> PeerLostError:
-    return PeerLostError(f"stops at a message: rank {peer} of its axis failed or died (see its own traceback)")
+    return Packing(forms, places, starts[-1], zlib.crc32(words.encode()), words)
 
 
 class FakeCarrier:

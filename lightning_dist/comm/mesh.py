@@ -5,7 +5,6 @@ collectives whose order relative to each other may differ between ranks (gradien
 parameters arrive when they are needed) must not share one.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -14,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.comm import collectives, mail
+from lightning_dist.comm import collectives
 from lightning_dist.comm.alarm import Alarm
+from lightning_dist.comm.backend_mail import BackendCarrier
 from lightning_dist.comm.board import Terms
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.ledger import Ledger
-from lightning_dist.comm.mail import BackendCarrier, Carrier, FakeCarrier, Mail
+from lightning_dist.comm.mail import Carrier, FakeCarrier, Mail
 from lightning_dist.comm.parts import join, part_of
 from lightning_dist.comm.rollcall import RollCall
 from lightning_dist.comm.shared import SharedMemory
@@ -316,8 +316,8 @@ def _make_mail(axis: Axis, layout: Layout, device: torch.device, terms: Terms | 
         gloo = my_group("gloo")
         carrier = None if terms is None else SharedCarrier.connect(gloo, terms)
         if carrier is None:
-            lines = itertools.product(mail.CHANNELS, (True, False)) if axis.backend != "gloo" else ()
-            carrier = BackendCarrier(axis.rank, gloo, device, {line: my_group(axis.backend) for line in lines})
+            new_group = None if axis.backend == "gloo" else lambda: my_group(axis.backend)
+            carrier = BackendCarrier.connect(gloo, device, new_group)
     return Mail(axis.name, axis.rank, axis.size, carrier, axis.ledger)
 
 

@@ -149,8 +149,8 @@ class SharedMemory:
         if self.count + 1 - through >= SLOTS:
             raise RuntimeError(f"{SLOTS} collectives were started and none of them was waited for")
         self.count += 1
-        place, memory = self.arena.lend(self.count, sum(piece.numel() for piece in pieces) * like.element_size())
-        target = memory.view(like.dtype)
+        place = self.arena.lend(self.count, sum(piece.numel() for piece in pieces) * like.element_size())
+        target = self.arena.segments[place.segment][place.start : place.stop].view(like.dtype)
         torch.cat(list(pieces), out=target) if len(pieces) > 1 else target.copy_(like)
         self.rows[self._slot(self.count), self.rank] = place.segment, place.start
         self.rows[STARTED, self.rank] = self.count

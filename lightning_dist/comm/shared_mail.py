@@ -19,9 +19,8 @@ from torch import Tensor
 
 from lightning_dist.comm.arena import Arena
 from lightning_dist.comm.board import Board, Terms
-from lightning_dist.comm.mail import CHANNELS, OBJECTS, Open, Packing
+from lightning_dist.comm.mail import LINES, OBJECTS, Open, Packing
 
-LINES = (*CHANNELS, OBJECTS)
 SENT, TAKEN, PLACES = 0, 8, 16
 """Where the numbers of a line lie; those of the two ends on cache lines of their own."""
 SLOTS, WORDS = 4096, 3
@@ -78,8 +77,7 @@ class SharedCarrier:
     def send(self, tensors: Sequence[Tensor], peer: int, line: str) -> None:
         """See `Carrier`."""
         packing = Packing.of(tensors)
-        memory = self._lend(packing.num_bytes, packing.digest, peer, line)
-        packing.pack(tensors, memory)
+        packing.pack(tensors, *self._lend(packing.num_bytes, packing.digest, peer, line))
         self._sent(peer, line)
 
     def post(self, packing: Packing, peer: int, line: str) -> Open:
@@ -89,8 +87,7 @@ class SharedCarrier:
         def open_it() -> list[Tensor]:
             segment, start, digest = self._arrival(number, peer, line)
             packing.insist_on(digest, peer)
-            memory = self.board.segment(peer, segment)[start : start + packing.num_bytes]
-            out = [view.clone() for view in packing.views(memory)]
+            out = [view.clone() for view in packing.views(self.board.segment(peer, segment), start)]
             self._taken(number, peer, line)
             return out
 
@@ -98,8 +95,8 @@ class SharedCarrier:
 
     def send_bytes(self, data: bytes, peer: int) -> None:
         """See `Carrier`."""
-        memory = self._lend(len(data), len(data), peer, OBJECTS)
-        memory.numpy().data[:] = data
+        memory, start = self._lend(len(data), len(data), peer, OBJECTS)
+        memory.numpy().data[start : start + len(data)] = data
         self._sent(peer, OBJECTS)
 
     def receive_bytes(self, peer: int) -> bytes:
@@ -115,8 +112,8 @@ class SharedCarrier:
 
     # The sender's end -----------------------------------------------------------------------------------------
 
-    def _lend(self, num_bytes: int, note: int, peer: int, name: str) -> Tensor:
-        """Memory for the next message of a line, which is described and not yet announced."""
+    def _lend(self, num_bytes: int, note: int, peer: int, name: str) -> tuple[Tensor, int]:
+        """A segment and the byte of it where the next message of a line is to lie; described, not yet announced."""
         arena, line = self.arenas[peer], self.outgoing[peer, name]
         for other in LINES:
             self._free(arena, peer, other)
@@ -125,10 +122,10 @@ class SharedCarrier:
                 f"{SLOTS} messages are under way to rank {peer} on the channel {name} and it has taken none of them"
             )
         number = line.count + 1
-        place, memory = arena.lend((name, number), num_bytes)
+        place = arena.lend((name, number), num_bytes)
         slot = line.slot(number)
         line.numbers[slot], line.numbers[slot + 1], line.numbers[slot + 2] = place.segment, place.start, note
-        return memory
+        return arena.segments[place.segment], place.start
 
     def _sent(self, peer: int, name: str) -> None:
         line = self.outgoing[peer, name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.comm.rollcall import Place
-from lightning_dist.zero.engine import Piece, ZeroEngine
+from lightning_dist.zero import Piece, ZeroEngine
 
 
 def grad_norm(engine: ZeroEngine, pieces: Sequence[Piece] | None = None, norm_type: float = 2.0) -> Tensor:

@@ -15,7 +15,7 @@ def memory_line(engine: ZeroEngine) -> str:
     gradients = sum(
         (g.padded if row.gradient is Placement.PARTIAL else g.high - g.low) * g.master_dtype.itemsize for g in trainable
     )
-    optimizer = sum(int((g.high - g.low) * engine.state_bytes_per_element) for g in trainable)
+    optimizer = sum(int((g.high - g.low) * engine.adoption.state_bytes_per_element) for g in trainable)
     largest = max(engine.units, key=lambda unit: unit.num_bytes)
     state = f"optimizer {size_words(optimizer)}" if optimizer else "optimizer as it is"
     return (

@@ -27,7 +27,7 @@ from lightning_dist.core.layout import AXES
 from lightning_dist.strategies.metrics import count_ranks, count_replicas_once
 from lightning_dist.strategies.sharded import Loop, ShardedStrategy
 from lightning_dist.strategies.whole import remember
-from lightning_dist.zero.flat import Slot
+from lightning_dist.zero.slot import Slot
 
 BATCHES_COMPARED = 3
 """Batches per run of a loop whose contents the ranks of a replica compare."""

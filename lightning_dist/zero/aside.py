@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_dist.zero.flat import Slot
+from lightning_dist.zero.slot import Slot
 
 if TYPE_CHECKING:
     from lightning_dist.zero.engine import ZeroEngine

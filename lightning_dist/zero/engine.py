@@ -2,7 +2,7 @@
 
 ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054). The engine takes over the parameters of a module in place, unit
 by unit (`units`, `flat`), gathers them when their forward or backward needs them (`gather`), reduces gradients
-while backward runs (`reduce`), and lets the user's own optimizer update flat fragments (`adopt`). The stage decides
+while backward runs (`reduce`), and lets the user's own optimizer update flat fragments (`adoption`). The stage decides
 what is sharded, by the table in `core.stages`.
 
 In a plain loop::
@@ -19,54 +19,37 @@ In a plain loop::
 """
 
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_hooks
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError, LightningDistError, ReleasedParameterError
-from lightning_dist.core.shard import Home, ShardSpec, home_of
 from lightning_dist.core.stages import Placement, stage_row
-from lightning_dist.params.questions import own_class
 from lightning_dist.zero import copies, guard
+from lightning_dist.zero.adoption import Adoption, InsistOnAdoption
 from lightning_dist.zero.aside import Aside
 from lightning_dist.zero.buffers import BufferSync
-from lightning_dist.zero.flat import FlatGroup, Residency, Slot
-from lightning_dist.zero.gather import Gatherer, Unit
-from lightning_dist.zero.gathered import gathered_outside_step, gathered_within_step
-from lightning_dist.zero.hooks import UnitHooks, on_gradient
+from lightning_dist.zero.flat import FlatGroup
+from lightning_dist.zero.gather import Gatherer, Unit, make_units
+from lightning_dist.zero.gathered import gathered
+from lightning_dist.zero.hooks import UnitHooks
+from lightning_dist.zero.loading import Loading
 from lightning_dist.zero.pool import BufferPool
-from lightning_dist.zero.probe import probe
 from lightning_dist.zero.reduce import MAX_IN_FLIGHT, Reducer
 from lightning_dist.zero.refusals import insist_on_equal_modules, refuse_unsupported
-from lightning_dist.zero.units import ROOT, NamedParameter, find_units
+from lightning_dist.zero.slot import Piece, Residency, Slot
+from lightning_dist.zero.units import ROOT
 
 Accumulate = Literal["shard", "local"]
 StepKind = Literal["train", "eval"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A parameter as this rank holds it: where it sits, its fragment, all of its names, and who holds the rest."""
-
-    spec: ShardSpec
-    slot: Slot
-
-    @property
-    def values(self) -> Tensor:
-        """This rank's part in the master dtype, flat; a view."""
-        return self.slot.group.piece(self.slot.group.owned, self.slot)
 
 
 class ZeroEngine:
@@ -109,8 +92,9 @@ class ZeroEngine:
         refuse_unsupported(module, mesh.device)
         insist_on_equal_modules(module, mesh.rollcall)
         self.pool = BufferPool(mesh.device)
-        self.units = self._make_units(compute_dtype)
-        self.groups = [group for unit in self.units for group in unit.groups]
+        self.units = make_units(module, mesh, self.row, compute_dtype=compute_dtype, pool=self.pool)
+        self._unit_of = {group: unit for unit in self.units for group in unit.groups}
+        self.groups = list(self._unit_of)
         self.slots = {slot.parameter: slot for group in self.groups for slot in group.slots}
         largest = max((unit.num_bytes for unit in self.units), default=0)
         self.prefetch_bytes = largest if prefetch_bytes is None else prefetch_bytes
@@ -118,10 +102,10 @@ class ZeroEngine:
         self.reducer = Reducer(self.groups, mesh.rollcall)
         self.buffers = BufferSync(module, mesh)
         self.aside = Aside(self)
-        self.state_bytes_per_element = 0.0
+        self.adoption = Adoption(self)
         self.in_step: StepKind | None = None
         self._held: list[Unit] = []
-        self._loading = False
+        self._loading = Loading(self)
         self._removed = False
         self._warned: set[str] = set()
         self._handles: list[Any] = []
@@ -136,60 +120,24 @@ class ZeroEngine:
 
     # Construction ---------------------------------------------------------------------------------------------
 
-    def _make_units(self, compute_dtype: torch.dtype | None) -> list[Unit]:
-        units = []
-        for index, plan in enumerate(find_units(self.module)):
-            alike: dict[tuple[torch.dtype, bool, Home | None], list[NamedParameter]] = {}
-            for item in plan.parameters:
-                key = item.parameter.dtype, item.parameter.requires_grad, home_of(item.parameter)
-                alike.setdefault(key, []).append(item)
-            groups = [
-                FlatGroup(
-                    items,
-                    row=self.row,
-                    axis=self.mesh.dp,
-                    peers=self.mesh.tp,
-                    stages=self.mesh.pp,
-                    home=home,
-                    compute_dtype=compute_dtype,
-                    device=self.mesh.device,
-                    pool=self.pool,
-                )
-                for (_, _, home), items in alike.items()
-            ]
-            units.append(Unit(index, plan.name, groups, plan.callers))
-        return units
-
     def _install(self) -> None:
         for unit in self.units:
             for caller in unit.callers:
                 self._handles += self._hooks.install(caller, unit)
         for slot in self.slots.values():
             guard.own(slot.parameter, self)
-            self._handles.append(on_gradient(slot.parameter, self._make_gradient_hook(slot)))
+            self._handles.append(self._hooks.watch(slot))
         copies.install(self.module)
-        self._handles.append(_InsistOnAdoption.register(self))
+        self._handles.append(InsistOnAdoption.register(self.adoption))
 
-    def _make_gradient_hook(self, slot: Slot) -> Callable[[Tensor], None]:
-        """The hook sees the engine weakly: torch keeps such hooks in C++, where a cycle would never be collected."""
-        unit = next(unit for unit in self.units if slot.group in unit.groups)
-        engine_ref, slot_ref, unit_ref = weakref.ref(self), weakref.ref(slot), weakref.ref(unit)
-
-        def arrived(_: Tensor) -> None:
-            engine, slot, unit = engine_ref(), slot_ref(), unit_ref()
-            assert engine is not None
-            assert slot is not None
-            assert unit is not None
-            if engine.reducer.take(slot):
-                engine._hooks.gradients_complete(unit, slot.group)
-
-        return arrived
+    def unit_of(self, slot: Slot) -> Unit:
+        """The unit that a parameter is gathered with."""
+        return self._unit_of[slot.group]
 
     def gradient_arrived(self, slot: Slot) -> None:
-        """A parameter has got its gradient by other means than autograd."""
+        """A parameter has got its gradient, from autograd or from `aside`."""
         if self.reducer.take(slot):
-            unit = next(unit for unit in self.units if slot.group in unit.groups)
-            self._hooks.gradients_complete(unit, slot.group)
+            self._hooks.gradients_complete(self.unit_of(slot), slot.group)
 
     def remove(self) -> None:
         """Give the module back whole: full values in the parameters' own dtype, no hooks. Collective."""
@@ -311,10 +259,9 @@ class ZeroEngine:
 
     # Values ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def gathered(
         self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, gradients: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Full parameter values while the block runs, to read and to write; collective.
 
         Inside a training step the units stay gathered until its backward is over, so that losses may be
@@ -328,33 +275,12 @@ class ZeroEngine:
             ConfigurationError: something in `what` is not a parameter of the sharded module.
         """
         self._insist_on_module()
-        units = self._units_of(what)
-        if self.in_step is not None and not gradients:
-            with gathered_within_step(self, units):
-                yield
-            return
-        self.mesh.rollcall.call(Place.GATHERED, sum(31**i * (u.index + 1) for i, u in enumerate(units)) % 2**40)
-        with gathered_outside_step(units, gradients=gradients, meet=lambda: self.mesh.rollcall.call(Place.GATHERED)):
-            yield
-
-    def _units_of(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[Unit]:
-        if isinstance(what, nn.Module):
-            parameters = list(what.parameters())
-        else:
-            parameters = [what] if isinstance(what, nn.Parameter) else list(what)
-        unknown = [p for p in parameters if p not in self.slots]
-        if unknown:
-            raise ConfigurationError(
-                f"gathered() got {len(unknown)} parameters that do not belong to the sharded module, "
-                f"the first of shape {tuple(unknown[0].shape)}"
-            )
-        groups = {self.slots[p].group for p in parameters}
-        return [unit for unit in self.units if not groups.isdisjoint(unit.groups)]
+        return gathered(self, what, gradients=gradients)
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Serve a read of a released parameter: inside a step by gathering its unit, elsewhere by an error."""
         slot = self.slots[parameter]
-        unit = next(unit for unit in self.units if slot.group in unit.groups)
+        unit = self.unit_of(slot)
         if unit.residency is Residency.GATHERED:
             return
         if self.in_step is None:
@@ -373,32 +299,17 @@ class ZeroEngine:
             )
         self.hold(unit)
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """While the block runs, ``parameter.copy_(whole values)`` writes this rank's part of the masters.
 
         `nn.Module.load_state_dict` copies just so, with its hooks and checks. Local until the end of the block, which
         is collective.
         """
-        self.notice_writes()
-        for slot in self.slots.values():
-            slot.parameter.__class__ = guard.ReleasedParameter
-        self._loading = True
-        try:
-            yield
-        finally:
-            self._loading = False
-            for slot in self.slots.values():
-                if slot.group.residency is Residency.GATHERED:
-                    slot.parameter.__class__ = own_class(slot.parameter)
-            self.refresh(self.groups)
+        return self._loading.block()
 
     def load(self, parameter: nn.Parameter, values: Tensor) -> bool:
-        """See `loading`."""
-        if self._loading:
-            slot = self.slots[parameter]
-            slot.group.load(slot, values)
-        return self._loading
+        """See `loading`; False outside of its block."""
+        return self._loading.take(parameter, values)
 
     def pieces(self) -> list[Piece]:
         """Every parameter as this rank holds it, in the order of the module's units."""
@@ -416,127 +327,22 @@ class ZeroEngine:
         for pending in under_way:
             pending.wait()
 
-    # Optimizers -----------------------------------------------------------------------------------------------
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Let `optimizer`, built on the module's parameters, update this rank's fragments in their place.
-
-        Its group dicts stay the same objects, so schedulers keep working; state made in the constructor moves along.
-        May be called again after parameters were added to it.
-
-        Raises:
-            UnsupportedOptimizerError: its update is not elementwise.
-            ConfigurationError: it holds a parameter that the module does not have.
-        """
-        self._insist_on_module()
-        held = [p for g in optimizer.param_groups for p in g["params"]]
-        foreign = [p for p in held if p not in self.slots]
-        if foreign:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} holds {len(foreign)} parameters that are not in the module, the first of "
-                f"shape {tuple(foreign[0].shape)}: register them as attributes of the module"
-            )
-        if self._needs_exchange(held):
-            if self.row.optimizer is Placement.SHARD or any(self.slots[p].cut is not None for p in held):
-                self.state_bytes_per_element = max(
-                    self.state_bytes_per_element, probe(optimizer).state_bytes_per_element
-                )
-            for param_group in optimizer.param_groups:
-                param_group["params"] = [self._exchange(optimizer, p) for p in param_group["params"]]
-        if not any(getattr(hook, "__self__", None) is self for hook in optimizer._optimizer_step_post_hooks.values()):
-            optimizer.register_step_pre_hook(self._stepping)
-            optimizer.register_step_post_hook(self._stepped)
-            optimizer.zero_grad = _ZeroGrad(self, optimizer)  # type: ignore[method-assign]
-
-    def _exchange(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
-        slot = self.slots[parameter]
-        if slot.fragment is parameter:
-            return parameter
-        state = optimizer.state.pop(parameter, None)
-        if state:
-            optimizer.state[slot.fragment] = {k: shard_state(v, slot) for k, v in state.items()}
-        return slot.fragment
-
-    def _needs_exchange(self, parameters: Iterable[nn.Parameter]) -> bool:
-        return any(self.slots[p].fragment is not p for p in parameters if p in self.slots)
-
-    def needs_adoption(self, optimizer: Optimizer) -> bool:
-        """Whether parameters of the module were added to it since it was adopted."""
-        held = [p for g in optimizer.param_groups for p in g["params"]]
-        return self._needs_exchange(held) or any(p not in self.slots for p in held)
-
-    def _stepping(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What user code wrote into parameters goes to the masters before they are updated: after the closure."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.notice_writes()
-            return args, kwargs
-
-        def noticing() -> Any:
-            result = closure()
-            self.notice_writes()
-            return result
-
-        if len(args) > 1:
-            return (args[0], noticing, *args[2:]), kwargs
-        return args, {**kwargs, "closure": noticing}
-
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        updated = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        for group in self.groups:
-            group.stale |= any(id(slot.fragment) in updated for slot in group.slots)
+    def updated(self, groups: Sequence[FlatGroup]) -> None:
+        """An optimizer has changed the masters of these groups: what is resident follows, what is gathered goes."""
+        for group in groups:
+            group.stale = True
         self._release_idle()
         for unit in self._held:  # gathered before this update, and perhaps part of a graph that is still needed
             self.gatherer.gather_anew(unit)
-        self.refresh(g for g in self.groups if any(id(slot.fragment) in updated for slot in g.slots))
+        self.refresh(groups)
 
+    # Optimizers -----------------------------------------------------------------------------------------------
 
-class _InsistOnAdoption:
-    """Looks at every optimizer before its step: on sharded parameters it would find no gradients, and decay weights.
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let `optimizer`, built on the module's parameters, update this rank's fragments; see `Adoption.adopt`."""
+        self._insist_on_module()
+        self.adoption.adopt(optimizer)
 
-    torch walks its list of such hooks while a collection may free an engine, so a hook that outlives its engine stays,
-    does nothing, and is removed when the next one is registered.
-    """
-
-    @classmethod
-    def register(cls, engine: ZeroEngine) -> RemovableHandle:
-        """One for this engine, in the place of those whose engines are gone."""
-        hooks = optimizer_hooks._global_optimizer_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, cls) and hook.engine() is None]:
-            del hooks[key]
-        return optimizer_hooks.register_optimizer_step_pre_hook(cls(weakref.ref(engine)))
-
-    def __init__(self, engine: "weakref.ref[ZeroEngine]") -> None:
-        self.engine = engine
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        engine = self.engine()
-        if engine is not None and engine._needs_exchange(p for g in optimizer.param_groups for p in g["params"]):
-            raise LightningDistError(
-                f"{type(optimizer).__name__} holds parameters that are sharded, but was not adopted before its step: "
-                "call engine.adopt(optimizer), or under the Trainer return it from configure_optimizers. To train the "
-                "module under a strategy of another package, give that a copy: copy.deepcopy(module) inside `with "
-                "strategy.gathered(module):`, or load strategy.full_state_dict()"
-            )
-
-
-class _ZeroGrad:
-    """``optimizer.zero_grad`` that also frees the buffers behind gradients which it has set to None."""
-
-    def __init__(self, engine: ZeroEngine, optimizer: Optimizer) -> None:
-        self.engine, self.optimizer = engine, optimizer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        type(self.optimizer).zero_grad(self.optimizer, *args, **kwargs)
-        self.engine.forget_zeroed()
-
-
-def shard_state(value: Any, slot: Slot) -> Any:
-    """This rank's part of optimizer state that has the (whole) shape of the parameter; other state as it is."""
-    spec = slot.group.spec(slot)
-    if not isinstance(value, Tensor) or tuple(value.shape) != spec.global_shape or value.ndim == 0:
-        return value
-    part = slot.part_of(value.detach()).reshape(-1)[spec.start : spec.stop].clone()
-    return part if slot.group.sharded_state or not slot.group.here else part.view(slot.shape)
+    def needs_adoption(self, optimizer: Optimizer) -> bool:
+        """Whether parameters of the module were added to it since it was adopted."""
+        return self.adoption.needed_by(optimizer)

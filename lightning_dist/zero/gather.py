@@ -14,10 +14,17 @@ recorded; the next step prefetches by it, as far as `prefetch_bytes` allows.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
+from lightning_dist.comm.mesh import Mesh
 from lightning_dist.comm.rollcall import Place, RollCall
-from lightning_dist.zero.flat import FlatGroup, Residency
+from lightning_dist.core.shard import Home, home_of
+from lightning_dist.core.stages import StageRow
+from lightning_dist.zero.flat import FlatGroup
+from lightning_dist.zero.pool import BufferPool
+from lightning_dist.zero.slot import Residency
+from lightning_dist.zero.units import NamedParameter, find_units
 
 
 @dataclass(eq=False)
@@ -58,6 +65,34 @@ class Unit:
         if not self.holds and not self.shown:
             for group in self.groups:
                 group.release()
+
+
+def make_units(
+    module: nn.Module, mesh: Mesh, row: StageRow, *, compute_dtype: torch.dtype | None, pool: BufferPool
+) -> list[Unit]:
+    """Take over all parameters of `module`, those of a unit that are alike in one flat group; see `units`."""
+    units = []
+    for index, plan in enumerate(find_units(module)):
+        alike: dict[tuple[torch.dtype, bool, Home | None], list[NamedParameter]] = {}
+        for item in plan.parameters:
+            key = item.parameter.dtype, item.parameter.requires_grad, home_of(item.parameter)
+            alike.setdefault(key, []).append(item)
+        groups = [
+            FlatGroup(
+                items,
+                row=row,
+                axis=mesh.dp,
+                peers=mesh.tp,
+                stages=mesh.pp,
+                home=home,
+                compute_dtype=compute_dtype,
+                device=mesh.device,
+                pool=pool,
+            )
+            for (_, _, home), items in alike.items()
+        ]
+        units.append(Unit(index, plan.name, groups, plan.callers))
+    return units
 
 
 Need = tuple[int, bool]

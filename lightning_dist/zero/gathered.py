@@ -4,27 +4,60 @@ Outside a step the values are the masters (float32 under bf16-mixed, not the rou
 exist only inside the block. Within a step they are the computing copies, held until backward is over.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dist.comm.mesh import Axis
-from lightning_dist.core.errors import LightningDistError
+from lightning_dist.comm.rollcall import Place
+from lightning_dist.core.errors import ConfigurationError, LightningDistError
 from lightning_dist.core.stages import Placement
 from lightning_dist.zero import guard
-from lightning_dist.zero.flat import FlatGroup, Residency, Slot, take_over_assignment
+from lightning_dist.zero.flat import FlatGroup
 from lightning_dist.zero.gather import Unit
+from lightning_dist.zero.slot import Residency, Slot, take_over_assignment
 
 if TYPE_CHECKING:
     from lightning_dist.zero.engine import ZeroEngine
 
 
 @contextmanager
-def gathered_within_step(engine: "ZeroEngine", units: Sequence[Unit]) -> Iterator[None]:
+def gathered(
+    engine: "ZeroEngine", what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, gradients: bool
+) -> Iterator[None]:
+    """See `ZeroEngine.gathered`."""
+    units = _units_of(engine, what)
+    if engine.in_step is not None and not gradients:
+        with _within_step(engine, units):
+            yield
+        return
+    rollcall = engine.mesh.rollcall
+    rollcall.call(Place.GATHERED, sum(31**i * (u.index + 1) for i, u in enumerate(units)) % 2**40)
+    with _outside_step(units, gradients=gradients, meet=lambda: rollcall.call(Place.GATHERED)):
+        yield
+
+
+def _units_of(engine: "ZeroEngine", what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[Unit]:
+    if isinstance(what, nn.Module):
+        parameters = list(what.parameters())
+    else:
+        parameters = [what] if isinstance(what, nn.Parameter) else list(what)
+    unknown = [p for p in parameters if p not in engine.slots]
+    if unknown:
+        raise ConfigurationError(
+            f"gathered() got {len(unknown)} parameters that do not belong to the sharded module, "
+            f"the first of shape {tuple(unknown[0].shape)}"
+        )
+    groups = {engine.slots[p].group for p in parameters}
+    return [unit for unit in engine.units if not groups.isdisjoint(unit.groups)]
+
+
+@contextmanager
+def _within_step(engine: "ZeroEngine", units: Sequence[Unit]) -> Iterator[None]:
     """Hold the units; what is written is taken over for the elements that changed."""
     for unit in units:
         engine.hold(unit)
@@ -34,7 +67,7 @@ def gathered_within_step(engine: "ZeroEngine", units: Sequence[Unit]) -> Iterato
 
 
 @contextmanager
-def gathered_outside_step(units: Sequence[Unit], *, gradients: bool, meet: Callable[[], None]) -> Iterator[None]:
+def _outside_step(units: Sequence[Unit], *, gradients: bool, meet: Callable[[], None]) -> Iterator[None]:
     """Show masters (and gradients) whole; take back what this rank owns, then let the ranks agree again."""
     units = [unit for unit in units if not unit.shown]  # the rest is shown by a block around this one
     groups = [group for unit in units for group in unit.groups]

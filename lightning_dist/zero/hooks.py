@@ -12,6 +12,7 @@ another saved-tensor hook is active (a checkpointed region, offloading), ours st
 and with them these hooks, again.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from lightning_dist.core.stages import Placement
 from lightning_dist.params.hooks import ModuleHook
 from lightning_dist.zero.flat import FlatGroup
 from lightning_dist.zero.gather import Unit
+from lightning_dist.zero.slot import Slot
 from lightning_dist.zero.trees import tensors_in
 
 if TYPE_CHECKING:
@@ -55,6 +57,21 @@ class UnitHooks:
             module.register_forward_pre_hook(ModuleHook(before), with_kwargs=True),
             module.register_forward_hook(ModuleHook(after), always_call=True),
         ]
+
+    def watch(self, slot: Slot) -> RemovableHandle:
+        """Hook a parameter, so that its gradients are taken as they come.
+
+        The hook sees the engine weakly: torch keeps such hooks in C++, where a cycle would never be collected.
+        """
+        engine_ref, slot_ref = weakref.ref(self.engine), weakref.ref(slot)
+
+        def arrived(_: Tensor) -> None:
+            engine, slot = engine_ref(), slot_ref()
+            assert engine is not None
+            assert slot is not None
+            engine.gradient_arrived(slot)
+
+        return on_gradient(slot.parameter, arrived)
 
     @property
     def _in_backward(self) -> bool:

@@ -21,7 +21,8 @@ import torch
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.rollcall import Place, RollCall
 from lightning_dist.core.errors import LightningDistError
-from lightning_dist.zero.flat import FlatGroup, Slot
+from lightning_dist.zero.flat import FlatGroup
+from lightning_dist.zero.slot import Slot
 
 MAX_IN_FLIGHT = 2
 """Reductions under way at once: enough to overlap, few enough that unsharded gradients do not pile up."""
