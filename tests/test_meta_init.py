@@ -112,3 +112,24 @@ def test_training_from_meta(stage: int) -> None:
 
 def test_the_zoo_knows_the_same_families() -> None:
     assert {"llama", "gpt2"} <= {case.name for case in hf.CASES}
+
+
+@pytest.mark.parametrize("make", [plain, llama, gpt2])
+def test_what_is_not_wanted_is_never_made_and_the_rest_is_the_same(make: Any) -> None:
+    torch.manual_seed(5)
+    want = dict(make().named_parameters())
+    with torch.device("meta"):
+        module = make()
+    wanted = {parameter for index, parameter in enumerate(module.parameters()) if index % 3}
+    names = {name for name, parameter in module.named_parameters() if parameter in wanted}
+    torch.manual_seed(5)
+    materialize(module, wanted.__contains__)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    make()
+    assert torch.equal(after, torch.rand(3))
+    assert len(names) >= 3
+    for name, parameter in module.named_parameters():
+        assert parameter.is_meta == (name not in names), name
+        if name in names:
+            assert torch.equal(parameter, want[name]), name

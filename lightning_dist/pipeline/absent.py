@@ -73,11 +73,21 @@ def let_go(module: nn.Module, fakes: Fakes) -> int:
         if is_here(parameter) or isinstance(parameter, AbsentParameter):
             continue
         freed += parameter.numel()
+        if parameter.is_meta:
+            _leave_meta(parameter)
         vars(parameter)[_STANDS_FOR] = _Absence(name, fakes)
         vars(parameter)[CLASS] = AbsentParameter
         parameter.data = stand_in_values(parameter)
         parameter.__class__ = AbsentParameter
     return freed
+
+
+def _leave_meta(parameter: nn.Parameter) -> None:
+    """Become a parameter of the device on which those that are held will be; the object stays the same."""
+    notes = dict(vars(parameter))
+    there = nn.Parameter(stand_in_values(parameter), parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
+    vars(parameter).update(notes)
 
 
 def stand_in_values(parameter: nn.Parameter) -> Tensor:
