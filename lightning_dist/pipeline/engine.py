@@ -16,6 +16,7 @@ In a plain loop::
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ MICRO_BATCHES_PER_RANK = 4
 """Micro-batches for each rank, where nobody says how many: a bubble of a quarter at most."""
 
 UserStep = Callable[[Any], Any]
+Traceless = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PipelineEngine:
         split: the number of layers of each stage; by default balanced by estimated cost.
         place: which stages hold modules outside the chain; see `homes`.
         recompute: keep only the input of each layer for backward.
+        fill: gives values to parameters on the meta device, of those for which its argument is true.
 
     Raises:
         ConfigurationError: an argument that does not exist or does not fit; fewer layers than stages.
@@ -84,6 +87,7 @@ class PipelineEngine:
         split: Sequence[int] | None = None,
         place: Mapping[str, str] | None = None,
         recompute: bool = False,
+        fill: Callable[[Callable[[nn.Parameter], bool]], object] | None = None,
     ) -> None:
         self.module, self.mesh = module, mesh
         pp = mesh.pp
@@ -100,6 +104,8 @@ class PipelineEngine:
         self.stages = Stages(chain, bounds_of(split, chain, self.programs.num_stages), self.programs.owners)
         by_module = stages_by_module(module, self.stages, place)
         homes.settle(module, self.stages, by_module, pp.rank)
+        if fill is not None:
+            fill(homes.is_here)
         self.fakes = Fakes()
         self.freed = absent.let_go(module, self.fakes)
         self.view = StageView(module, self.stages, self.fakes, recompute=recompute)
@@ -134,7 +140,7 @@ class PipelineEngine:
         weigh: Callable[[Any], float | Tensor] | None = None,
         split: Callable[[Any, int], Sequence[Any]] | None = None,
         share: Callable[[Sequence[float]], Any] | None = None,
-        rehearsed: Callable[[], object] | None = None,
+        without_traces: Traceless = nullcontext,
     ) -> Result:
         """Run `step` on the micro-batches of `batch`, forward and backward; collective along the axis.
 
@@ -147,9 +153,11 @@ class PipelineEngine:
             split: divides a batch; by default `split_batch`.
             share: called on the rank of the last stage after the step, with the micro-batches' shares of the whole
                 weight; what it returns is the same on all ranks.
-            rehearsed: called after `step` was run to see shapes, which happens once for each combination of them.
+            without_traces: a context within which `step` is run where its end is not reached: to see shapes, and on the
+                rank of the last stage as the earlier ones that it holds. What such a run does outside of the
+                parameters must not count.
         """
-        return self._step(step, batch, scale, weigh, split, share, rehearsed, training=True)
+        return self._step(step, batch, scale, weigh, split, share, without_traces, training=True)
 
     def forward(
         self,
@@ -159,10 +167,10 @@ class PipelineEngine:
         weigh: Callable[[Any], float | Tensor] | None = None,
         split: Callable[[Any, int], Sequence[Any]] | None = None,
         share: Callable[[Sequence[float]], Any] | None = None,
-        rehearsed: Callable[[], object] | None = None,
+        without_traces: Traceless = nullcontext,
     ) -> Result:
         """Run `step` on the micro-batches of `batch` without a backward; see `forward_backward`."""
-        return self._step(step, batch, 1.0, weigh, split, share, rehearsed, training=False)
+        return self._step(step, batch, 1.0, weigh, split, share, without_traces, training=False)
 
     def _step(
         self,
@@ -172,48 +180,47 @@ class PipelineEngine:
         weigh: Callable[[Any], float | Tensor] | None,
         split: Callable[[Any, int], Sequence[Any]] | None,
         share: Callable[[Sequence[float]], Any] | None,
-        rehearsed: Callable[[], object] | None,
+        without_traces: Traceless,
         *,
         training: bool,
     ) -> Result:
         parts = list((split or split_batch)(batch, self.num_micro_batches))
         weighed = [float((weigh or count_samples)(part)) for part in parts]
         total = sum(weighed)
-        if not total > 0:
+        others_learn = total == 0 and float(scale) == 0  # other replicas, from their parts of the batch
+        if not total > 0 and not others_learn:
             raise ConfigurationError(
                 f"the micro-batches of a batch weigh {weighed}, nothing in all: loss_weight must be positive for every "
                 "batch"
             )
-        shares = [weight / total for weight in weighed]
+        shares = [weight / (total or 1.0) for weight in weighed]
         base = int(torch.randint(2**62, ()).item())
+        trained = hash(tuple(parameter.requires_grad for parameter in self.module.parameters()))
         works = [
             Work(
                 _bind(step, part),
-                self._script(step, part, rehearsed, training=training),
-                scale * part_share,
+                self._script(step, part, without_traces, trained, training=training),
+                scale * part_share if part_share else 0.0,
                 base + number,
             )
             for number, (part, part_share) in enumerate(zip(parts, shares, strict=True))
         ]
         program = self.programs.of(len(parts), training=training)[self.mesh.pp.rank]
         with _SameNumbersAfter(self.mesh.device), summed_over_homes(self.shared if training else (), self.mesh.pp):
-            returned = self.executor.run(program, works, training=training)
+            returned = self.executor.run(program, works, training=training, without_traces=without_traces)
         if not self.is_last:
             return self._told()
         sizes = [count_samples(part) if split is None else 1 for part in parts]
         result = Result(merge(_without_history(returned), sizes, shares), share(shares) if share is not None else None)
         return self._tell(result)
 
-    def _script(self, step: UserStep, part: Any, rehearsed: Callable[[], object] | None, *, training: bool) -> Script:
+    def _script(self, step: UserStep, part: Any, without_traces: Traceless, trained: int, *, training: bool) -> Script:
         if self.stages.count == 1:
             return Script()
-        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        key = signature(part), training, self.module.training, hash(trained), torch.is_grad_enabled()
+        key = signature(part), training, self.module.training, trained, torch.is_grad_enabled()
         if key not in self._scripts:
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training), without_traces():
                 self._scripts[key] = self.view.rehearse(_bind(step, part))
-            if rehearsed is not None:
-                rehearsed()
         return self._scripts[key]
 
     def _tell(self, result: Result) -> Result:

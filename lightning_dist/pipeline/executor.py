@@ -12,6 +12,7 @@ gradients of its outputs enter. The outputs themselves are free once they are se
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,12 +94,24 @@ class Executor:
         """How the module is divided."""
         return self.view.stages
 
-    def run(self, actions: Sequence[Action], works: Sequence[Work], *, training: bool) -> list[Any]:
+    def run(
+        self,
+        actions: Sequence[Action],
+        works: Sequence[Work],
+        *,
+        training: bool,
+        without_traces: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> list[Any]:
         """Carry out a step; what the user's step returned for each micro-batch, where the last stage is, else nothing.
 
         Gradients are added to the parameters' `grad`.
+
+        Args:
+            without_traces: a context for runs of earlier stages on the rank of the last, in which alone what a step
+                leaves in the module counts.
         """
         self.works, self.training = works, training
+        self.without_traces = without_traces if self._is_mine(self.stages.count - 1) else nullcontext
         self.returned: dict[int, Any] = {}
         self.flights: dict[Place, Flight] = {}
         self.inbox: dict[tuple[Kind, int, int], Letter | list[Tensor]] = {}
@@ -133,11 +146,12 @@ class Executor:
         with self.stopwatch.span(Action(Kind.FORWARD, stage, number)), torch.set_grad_enabled(self.training):
             self._seed(work.seed, 0)
             self.view.entered = lambda: self._seed(work.seed, 1 + stage)
-            outcome = self.view.run(stage, work.step, work.script, received)
+            with self.without_traces() if stage < self.stages.count - 1 else nullcontext():
+                outcome = self.view.run(stage, work.step, work.script, received)
             if outcome.travels is None:
                 self.returned[number] = outcome.returned
                 loss = loss_of(outcome.returned) if self.training else None
-                if loss is not None:
+                if loss is not None and not _is_zero(work.weight):
                     flight.edges.append(get_gradient_edge(loss))
                     weight = torch.as_tensor(work.weight, dtype=loss.dtype, device=loss.device)
                     flight.outputs = [weight.expand(loss.shape)]
@@ -179,10 +193,11 @@ class Executor:
         flight.edges = []
         flight.input_gradients = [_gradient(tensor) for tensor in flight.received if tensor.requires_grad]
         flight.received = []
-        if stage > 0 and self._is_mine(stage - 1):
+        leaves = stage > 0 and not self._is_mine(stage - 1)
+        if stage > 0 and not leaves:
             self.inbox[Kind.RECV_BACKWARD, stage - 1, number] = flight.input_gradients
             flight.input_gradients = []
-        if flight.deferred is None and (stage == 0 or not flight.input_gradients):
+        if flight.deferred is None and not leaves:
             del self.flights[stage, number]
 
     def _weight_gradients(self, stage: int, number: int) -> None:
@@ -256,6 +271,11 @@ def loss_of(returned: Any) -> Tensor | None:
             + (" that depends on no trained parameter" if loss.grad_fn is None else ": it must be one number")
         )
     return loss
+
+
+def _is_zero(weight: float | Tensor) -> bool:
+    """Of a micro-batch that teaches nothing: its loss may be NaN, the mean over no samples, and has no gradient."""
+    return isinstance(weight, float) and weight == 0
 
 
 def _gradient(tensor: Tensor) -> Tensor:

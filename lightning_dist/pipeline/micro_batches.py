@@ -115,7 +115,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     is kept; anything else comes as a list, one entry for each micro-batch.
     """
     first = outputs[0]
-    if len(outputs) == 1:
+    if len(outputs) == 1 and weights[0]:
         return first
     if any(type(output) is not type(first) for output in outputs):
         return list(outputs)
@@ -135,7 +135,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
             return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
         return list(outputs)
     if isinstance(first, float):
-        return sum(output * weight for output, weight in zip(outputs, weights, strict=True))
+        return sum(output * weight for output, weight in zip(outputs, weights, strict=True) if weight)
     return first if all(_same(output, first) for output in outputs) else list(outputs)
 
 
@@ -151,5 +151,11 @@ def _merge_tensors(tensors: list[Tensor], sizes: Sequence[int], weights: Sequenc
         return tensors
     alike = all(tensor.shape == tensors[0].shape for tensor in tensors)
     if alike and tensors[0].is_floating_point():
-        return torch.stack([tensor * weight for tensor, weight in zip(tensors, weights, strict=True)]).sum(0)
+        return weighted_sum(tensors, weights)
     return tensors
+
+
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum of ``tensor * weight``. What weighs nothing does not count, even if it is NaN (the mean of nothing)."""
+    weighed = [tensor * weight for tensor, weight in zip(tensors, weights, strict=True) if weight]
+    return torch.stack(weighed).sum(0) if weighed else torch.zeros_like(tensors[0])

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.pipeline.deferred import Deferred
 from lightning_dist.pipeline.fakes import FakeParameters, Fakes, Filled, ValuesReadError, is_fake, origin_of
-from lightning_dist.pipeline.homes import Stages
+from lightning_dist.pipeline.homes import Stages, is_here
 from lightning_dist.pipeline.side_doors import refuse_side_doors
 
 Step = Callable[[], Any]
@@ -142,8 +142,11 @@ class StageView:
             script.layer_outputs.append(self._replay_of(output, chain.layers[index]))
             return _fresh(output, self.fakes, self.names[chain.layers[index]])
 
-        with torch.random.fork_rng(), FakeParameters(self.module, self.fakes):
-            self._run(step, layer, ahead, nullcontext())
+        with torch.random.fork_rng(), _same_buffers_after(self.module), FakeParameters(self.module, self.fakes):
+            done, _ = self._run(step, layer, ahead, nullcontext())
+        if not done:
+            last = len(self.stages.chain) - 1
+            raise self._returned_early(len(script.layer_outputs), f"stage {self.stages.of_layer(last)} begins")
         return script
 
     def _try(self, layer: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
@@ -195,6 +198,13 @@ class StageView:
 
         def ahead(part: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
             if stage == 0 or expected > first:
+                if expected == number and stage > 0 and not is_here(part):
+                    raise StepShapeError(
+                        f"{self.names[part]}, which is computed ahead of the layers, was called behind them. "
+                        + self._no_second_pass()
+                        + f'. If it is meant to be used there: PipelineParallelStrategy(place={{"{self.names[part]}": '
+                        '"both"})'
+                    )
                 return call(*args, **kwargs)
             count = calls[part] = calls.get(part, -1) + 1
             known = script.outputs.get(part, [])
@@ -208,20 +218,22 @@ class StageView:
             if index < first:
                 output = script.layer_outputs[index]
                 return call(*args, **kwargs) if output is None else output
-            leaves, tree = pytree.tree_flatten((args, kwargs))
-            if index == first and stage > 0:
-                self._check_count(index, script, leaves)
-                for leaf, tensor in zip(script.entries[index], received, strict=True):
-                    filled.fill(leaves[leaf.position], tensor)
-                    leaves[leaf.position] = tensor
-                if self.entered is not None:
-                    self.entered()
-            leaves = [self._real(filled.of(leaf), index) for leaf in leaves]
-            if index == end:
-                self._check_count(index, script, leaves)
-                travels.extend(self._leaving(leaf, leaves, index) for leaf in script.entries[index])
-                raise StageDone
-            args, kwargs = pytree.tree_unflatten(leaves, tree)
+            at_a_boundary = index == end or (index == first and stage > 0)
+            if at_a_boundary or not (_has_no_fake(args) and _has_no_fake(tuple(kwargs.values()))):
+                leaves, tree = pytree.tree_flatten((args, kwargs))
+                if index == first and stage > 0:
+                    self._check_count(index, script, leaves)
+                    for leaf, tensor in zip(script.entries[index], received, strict=True):
+                        filled.fill(leaves[leaf.position], tensor)
+                        leaves[leaf.position] = tensor
+                    if self.entered is not None:
+                        self.entered()
+                leaves = [self._real(filled.of(leaf), index) for leaf in leaves]
+                if index == end:
+                    self._check_count(index, script, leaves)
+                    travels.extend(self._leaving(leaf, leaves, index) for leaf in script.entries[index])
+                    raise StageDone
+                args, kwargs = pytree.tree_unflatten(leaves, tree)
             filled.paused = True
             if self.recompute and torch.is_grad_enabled():
                 args, kwargs = pytree.tree_map(_nothing_for_caches, (args, kwargs))
@@ -240,32 +252,36 @@ class StageView:
         if done:
             return Outcome(travels)
         if end < number or expected < number:
-            where = self.stages.chain.names[min(expected, number - 1)]
-            raise StepShapeError(
-                f"the step returned before it called {where}: pipeline stage {stage} computes layers {first} to "
-                f"{end - 1} of {self.stages.chain.name} and waits for the step to come to "
-                f"{'its end' if end == number else self.stages.chain.names[end]}. Every step must call all layers, "
-                "each once and in order; if these are not the layers of this model, name them: "
-                'PipelineParallelStrategy(layers="...")'
-            )
+            raise self._returned_early(expected, f"stage {stage} ends")
         if not script.checked:
             refuse_side_doors(returned, ends, self.inside)
             script.checked = True
         return Outcome(None, returned)
 
+    def _returned_early(self, expected: int, comes: str) -> StepShapeError:
+        chain = self.stages.chain
+        return StepShapeError(
+            f"the step returned before it called {chain.names[min(expected, len(chain) - 1)]}, and so before pipeline "
+            f"{comes}. Every step must call all {len(chain)} layers of {chain.name}, each once and in order; if these "
+            'are not the layers of this model, name them: PipelineParallelStrategy(layers="...")'
+        )
+
     def _insist_on_order(self, index: int, expected: int) -> None:
-        names, number = self.stages.chain.names, len(self.stages.chain)
+        names = self.stages.chain.names
         if index == expected:
             return
         said = f"{names[index]} was called " + (
             "a second time in one step" if index < expected else f"before {names[expected]}"
         )
-        raise StepShapeError(
-            f"{said}. Under a pipeline a step passes the {number} layers of {self.stages.chain.name} once, in order: a "
-            "second pass (model.generate, two forwards in one training_step, a shared encoder) would need the first "
-            "stage again. Call generate and the like after training on a whole model: load the checkpoint, or "
-            "copy.deepcopy(module) inside `with trainer.strategy.gathered(module):`. For two inputs, put them into one "
-            "batch"
+        raise StepShapeError(f"{said}. {self._no_second_pass()}")
+
+    def _no_second_pass(self) -> str:
+        chain = self.stages.chain
+        return (
+            f"Under a pipeline a step passes the {len(chain)} layers of {chain.name} once, in order: a second pass "
+            "(model.generate, two forwards in one training_step, a shared encoder) would need the first stage again. "
+            "Call generate and the like after training on a whole model: load the checkpoint, or copy.deepcopy(module) "
+            "inside `with trainer.strategy.gathered(module):`. For two inputs, put them into one batch"
         )
 
     def _check_count(self, index: int, script: Script, leaves: Sequence[object]) -> None:
@@ -342,7 +358,7 @@ class StageView:
             own = type(part)
             call = own.__call__.__get__(part)
             vars(part)[_ROLE] = lambda args, kwargs: play(what, args, kwargs, call)
-            part.__class__ = _actor(own)  # type: ignore[arg-type]  # classes have a hash
+            object.__setattr__(part, "__class__", _actor(own))  # type: ignore[arg-type]  # classes have a hash
             acting.append((part, own))
 
         try:
@@ -353,13 +369,26 @@ class StageView:
             yield
         finally:
             for part, own in reversed(acting):
-                part.__class__ = own
+                object.__setattr__(part, "__class__", own)
                 del vars(part)[_ROLE]
 
 
 def _again(deferred: Deferred | None) -> Callable[[], tuple[Any, Any]]:
     """Contexts of a forward that is computed once more in backward: within what the first one was in."""
     return lambda: (nullcontext(), nullcontext() if deferred is None else deferred)
+
+
+@contextmanager
+def _same_buffers_after(module: nn.Module) -> Iterator[None]:
+    """What the block writes to buffers (a count of batches seen, of batch statistics) is undone."""
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, values in before:
+                if buffer._version != version:
+                    buffer.copy_(values)
 
 
 @cache
@@ -402,6 +431,14 @@ def _nothing_for_caches(leaf: object) -> object:
     """Keys and values that Hugging Face's layers append to a cache would be appended once more when recomputed."""
     kinds = type(leaf).__mro__
     return None if any(kind.__module__ == "transformers.cache_utils" for kind in kinds) else leaf
+
+
+_SIMPLE = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+def _has_no_fake(values: tuple[Any, ...]) -> bool:
+    """Whether that can be seen without a walk through all structures: for plain values, and tuples of them."""
+    return all(type(v) in _SIMPLE or (type(v) is tuple and _has_no_fake(v)) for v in values)
 
 
 def _is_all_fake(value: Any) -> bool:

@@ -35,13 +35,14 @@ from typing_extensions import override
 from lightning_dist.comm import Mesh, Place, RollCall
 from lightning_dist.comm.world import leave_at_exit
 from lightning_dist.core.allocator import keep_freed_memory
-from lightning_dist.core.errors import ConfigurationError, PeerLostError
+from lightning_dist.core.errors import ConfigurationError, PeerLostError, RankMismatchError
 from lightning_dist.core.layout import Layout
 from lightning_dist.strategies.launcher import ShardedMultiProcessingLauncher
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_TOGETHER = (PeerLostError, RankMismatchError, SIGTERMException)
 _OPS = {"mean": "sum", "avg": "sum", "sum": "sum", "max": "max", "min": "min"}
 
 
@@ -174,6 +175,12 @@ class DistributedStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         """Parameters move unit by unit when they are sharded; see `engine.placement`."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Ranks that wait for this one stop at once and say why, unless all ranks have raised this together."""
+        if self._mesh is not None and not isinstance(exception, _TOGETHER):
+            self._mesh.abort(f"{type(exception).__name__}: {exception}")
 
     # Collectives ----------------------------------------------------------------------------------------------
 

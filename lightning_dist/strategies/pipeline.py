@@ -10,7 +10,8 @@ with all its forwards and backwards, and its gradients lie aside (`zero.aside`) 
 The module is divided in place (`lightning_dist.pipeline`) before an engine takes its parameters over.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +23,11 @@ from typing_extensions import override
 
 from lightning_dist.core.errors import ConfigurationError, UnsupportedOptimizerError
 from lightning_dist.core.layout import Layout
-from lightning_dist.engine import size_words, step_bytes
+from lightning_dist.engine import materialize, place_buffers, size_words, step_bytes
 from lightning_dist.pipeline import PipelineEngine, PipelineReport, undivide
 from lightning_dist.pipeline.schedule import Schedule
+from lightning_dist.strategies import precision
+from lightning_dist.strategies.loss_weight import WeighedStep
 from lightning_dist.strategies.replica import ReplicaStrategy, insist_on_ranks, number_of_replicas
 from lightning_dist.strategies.sharded import Loop
 from lightning_dist.strategies.step_state import Recorder, Snapshot, refuse_manual_optimization, replay
@@ -82,6 +85,7 @@ class PipelineParallelStrategy(ReplicaStrategy):
         self.layers, self.split, self.place, self.recompute = layers, split, place, recompute
         self._pipeline: PipelineEngine | None = None
         self._report: PipelineReport | None = None
+        self._weighed = WeighedStep()
 
     @override
     def _settings(self) -> str:
@@ -109,9 +113,15 @@ class PipelineParallelStrategy(ReplicaStrategy):
         super().setup(trainer)
 
     @override
+    def _ready(self, module: "pl.LightningModule") -> None:
+        """Values come when it is known which layers this rank holds: what it does not hold is never made."""
+        precision.convert(self.precision_plugin, module, master_weights=self.master_weights)
+
+    @override
     def _cut(self, module: "pl.LightningModule") -> None:
         super()._cut(module)
-        refuse_unsupported(module, self.root_device)  # while all values are here
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            refuse_unsupported(module, self.root_device)  # while all values are here
         self._pipeline = PipelineEngine(
             module,
             self.mesh,
@@ -122,7 +132,9 @@ class PipelineParallelStrategy(ReplicaStrategy):
             split=self.split,
             place=self.place,
             recompute=self.recompute == "full",
+            fill=lambda here: materialize(module, here),
         )
+        place_buffers(module, self.root_device)
         remember(module, undivide)
 
     @override
@@ -156,20 +168,25 @@ class PipelineParallelStrategy(ReplicaStrategy):
         assert module is not None
         recorder, snapshot = Recorder(module), Snapshot(module)
 
-        def forget() -> None:
-            recorder.forget()
-            snapshot.restore()
+        @contextmanager
+        def without_traces() -> Iterator[None]:
+            before, noted = Snapshot(module, thorough=True), recorder.noted()
+            try:
+                yield
+            finally:
+                before.restore()
+                recorder.forget(noted)
 
         hooks: dict[str, Any] = {
             "weigh": getattr(module, "loss_weight", None),
             "split": getattr(module, "split_batch", None),
             "share": lambda shares: (recorder.logged(shares), snapshot.changes()),
-            "rehearsed": forget,
+            "without_traces": without_traces,
         }
         with recorder.recording():
             if loop == "training":
                 with self.engine.aside.keep():
-                    result = pipeline.forward_backward(step, batch, scale=self._scale(module), **hooks)
+                    result = pipeline.forward_backward(step, batch, scale=self._scale(module, batch), **hooks)
             else:
                 result = pipeline.forward(step, batch, **hooks)
         logged, changes = result.shared
@@ -178,15 +195,21 @@ class PipelineParallelStrategy(ReplicaStrategy):
         replay(module, logged)
         return result.returned
 
-    def _scale(self, module: "pl.LightningModule") -> float | Tensor:
+    def _scale(self, module: "pl.LightningModule", batch: Any) -> float | Tensor:
         """What every loss is multiplied by: Lightning divides by the batches of an accumulation, a scaler scales."""
         scaler = getattr(self.precision_plugin, "scaler", None)
-        share = 1.0 / module.trainer.accumulate_grad_batches
+        weigh = getattr(module, "loss_weight", None)
+        if weigh is None:
+            share = 1.0 / module.trainer.accumulate_grad_batches
+        else:
+            share = self._weighed.factor(float(weigh(batch)), self.mesh)
         return share if scaler is None else scaler.scale(torch.ones((), device=self.root_device)) * share
 
     @override
     def _backward(self, loss: Tensor, run: Callable[[], object]) -> None:
         self.engine.backward(loss, sync=self._sync, run=self.engine.aside.hand_over)
+        if self._sync:
+            self._weighed.close(self.engine)
 
     # After a run ----------------------------------------------------------------------------------------------
 

@@ -74,10 +74,12 @@ class _SharedUnscale:
     """`GradScaler._unscale_grads_`, with the overflow flag of any rank shown to all."""
 
     def __init__(self, unscale: Callable[..., dict[torch.device, Tensor]], mesh: Mesh) -> None:
-        self.unscale, self.axis, self.rollcall = unscale, mesh.world, mesh.rollcall
+        self.unscale, self.axis, self.rollcall, self.device = unscale, mesh.world, mesh.rollcall, mesh.device
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = self.unscale(*args, **kwargs)
+        if not found:  # a rank whose parameters are all frozen, or on other stages, has no gradient to look at
+            found[self.device] = torch.zeros((), device=self.device)
         self.rollcall.call(Place.NORM, len(found), what="of gradients that may have overflowed")
         for flag in found.values():
             self.axis.all_reduce(flag.view(-1), purpose="overflow", op="max")

@@ -195,4 +195,4 @@ def _crc(tensor: Tensor, start: int = 0) -> int:
     head = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), start)
     if not tensor.numel() or tensor.is_sparse or tensor.is_quantized:
         return head
-    return zlib.crc32(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes(), head)
+    return zlib.crc32(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes(), head)

@@ -266,6 +266,7 @@ class ShardedStrategy(CheckpointingStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._engine is not None:
             self._engine.reducer.abort()
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -8,22 +8,28 @@ user code fills for the end of an epoch. Callbacks and hooks run on every rank, 
     every rank    self.log(...) once, with the values of the whole batch; the same metrics and attributes
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.shard import home_of
+from lightning_dist.pipeline.micro_batches import merge, weighted_sum
 
 Logged = list[tuple[str, Any, dict[str, Any]]]
-"""Names, values and arguments of calls of ``self.log``. A metric is named by its place in the module."""
+"""Names, values and arguments of calls of ``self.log``. A metric is a `_Logged`."""
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), Tensor)
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), Tensor, np.ndarray)
 _OURS_AND_LIGHTNINGS = frozenset(vars(pl.LightningModule()))
 
 
@@ -49,24 +55,36 @@ class Recorder:
             names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
             kwargs |= dict(zip(names, args, strict=False))
         if isinstance(value, Metric):
-            value = _Place(self._names[id(value)]) if id(value) in self._names else value
+            value = _Logged(self._names.get(id(value)), value, value._forward_cache)
         elif isinstance(value, Tensor):
             value = value.detach()
         values, arguments = self._calls.setdefault(name, ([], []))
         values.append(value)
         arguments.append(kwargs)
 
-    def forget(self) -> None:
-        """Drop what was noted, as of a rehearsal."""
-        self._calls.clear()
+    def noted(self) -> dict[str, int]:
+        """How often each name was logged so far."""
+        return {name: len(values) for name, (values, _) in self._calls.items()}
+
+    def forget(self, since: Mapping[str, int]) -> None:
+        """Drop what was noted after `noted` has said this."""
+        for name, (values, arguments) in list(self._calls.items()):
+            del values[since.get(name, 0) :], arguments[since.get(name, 0) :]
+            if not values:
+                del self._calls[name]
 
     def logged(self, weights: Sequence[float]) -> Logged:
         """What one call for the whole batch would have logged."""
-        return [(name, _combine(name, *noted, weights), _merged(noted[1])) for name, noted in self._calls.items()]
+        return [(name, _combine(*noted, weights), _merged(noted[1])) for name, noted in self._calls.items()]
 
 
-class _Place(str):
-    """The name of a metric in the module."""
+@dataclass(frozen=True)
+class _Logged:
+    """A metric that was logged: its name in the module, if it has one there, and what it was for the micro-batch."""
+
+    name: str | None
+    metric: Metric | None
+    value: Any
 
 
 def _merged(arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -80,9 +98,12 @@ def _merged(arguments: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _combine(name: str, values: Sequence[Any], arguments: Sequence[dict[str, Any]], weights: Sequence[float]) -> Any:
-    if isinstance(values[-1], (_Place, Metric)):
-        return values[-1]
+def _combine(values: Sequence[Any], arguments: Sequence[dict[str, Any]], weights: Sequence[float]) -> Any:
+    if isinstance(values[-1], _Logged):
+        last, whole = values[-1], values[-1].value
+        if len(values) == len(weights):  # of the batch: exact where a metric is a mean over samples
+            whole = merge([one.value for one in values], [0] * len(values), weights)
+        return _Logged(last.name, None if last.name is not None else last.metric, whole)
     numbers = torch.stack([torch.as_tensor(value).detach().double().reshape(()) for value in values])
     reduce = arguments[-1].get("reduce_fx", "mean")
     table: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -90,7 +111,7 @@ def _combine(name: str, values: Sequence[Any], arguments: Sequence[dict[str, Any
     if kind in table:
         total = table[kind](numbers)
     elif len(values) == len(weights):
-        total = (numbers * torch.tensor(weights, dtype=torch.float64)).sum()
+        total = weighted_sum(list(numbers), weights)
     else:  # not in every micro-batch, or several times in one
         total = numbers.mean()
     like = values[-1]
@@ -101,17 +122,30 @@ def _combine(name: str, values: Sequence[Any], arguments: Sequence[dict[str, Any
 def replay(module: "pl.LightningModule", logged: Logged) -> None:
     """Call ``self.log`` with what was noted."""
     for name, value, arguments in logged:
-        held: Any = module.get_submodule(value) if isinstance(value, _Place) else value
+        held: Any = value
+        if isinstance(value, _Logged):
+            held = value.metric if value.name is None else module.get_submodule(value.name)
+            held._forward_cache = value.value
         module.log(name, held, **arguments)
 
 
 class Snapshot:
-    """The metrics and plain attributes of a module before a step."""
+    """The metrics, plain attributes and shared buffers of a module before a step.
 
-    def __init__(self, module: "pl.LightningModule") -> None:
+    Args:
+        thorough: copies of all values, so that `restore` undoes writes in place too.
+    """
+
+    def __init__(self, module: "pl.LightningModule", *, thorough: bool = False) -> None:
         self.module = module
         self.metrics = {name: _lengths(metric) for name, metric in _metrics(module)}
-        self.attributes = {name: (value, _size(value)) for name, value in _attributes(module).items()}
+        self.attributes = {name: _Seen(value) for name, value in _attributes(module).items()}
+        self.buffers = {name: _Seen(buffer) for name, buffer in _buffers(module)}
+        self.copies: dict[str, dict[str, Any]] | None = None
+        if thorough:
+            self.copies = {name: _copied(vars(metric), metric._defaults) for name, metric in _metrics(module)}
+            for seen in (*self.attributes.values(), *self.buffers.values()):
+                seen.keep()
 
     def changes(self) -> dict[str, Any]:
         """What a step has changed since, to be given to `apply` on another rank."""
@@ -124,17 +158,23 @@ class Snapshot:
         }
         attributes: dict[str, tuple[int, Any]] = {}
         for name, value in _attributes(self.module).items():
-            before, size = self.attributes.get(name, (None, None))
-            if value is before and isinstance(value, list) and size is not None and len(value) >= size:
-                if len(value) > size:
-                    attributes[name] = size, value[size:]
-            elif value is not before or _size(value) != size or isinstance(value, (dict, list, set)):
+            before = self.attributes.get(name)
+            if before is not None and before.size is not None and before.has_grown(value):
+                if len(value) > before.size:
+                    attributes[name] = before.size, value[before.size :]
+            elif before is None or before.may_differ(value):
                 attributes[name] = -1, value
-        return {"metrics": metrics, "attributes": attributes}
+        buffers = {
+            name: buffer
+            for name, buffer in _buffers(self.module)
+            if name not in self.buffers or self.buffers[name].may_differ(buffer)
+        }
+        changes = {"metrics": metrics, "attributes": attributes, "buffers": buffers}
+        return pytree.tree_map_only(Tensor, Tensor.detach, changes)  # type: ignore[no-any-return]
 
     def apply(self, changes: Mapping[str, Any]) -> None:
         """Repeat the changes of another rank. Lists that have grown there grow here."""
-        metrics = dict(_metrics(self.module))
+        metrics, buffers = dict(_metrics(self.module)), dict(_buffers(self.module))
         for name, states in changes["metrics"].items():
             _apply_to_metric(metrics[name], states, self.metrics[name])
         for name, (size, value) in changes["attributes"].items():
@@ -144,15 +184,78 @@ class Snapshot:
                 held = getattr(self.module, name)
                 del held[size:]
                 held.extend(value)
+        for name, value in changes["buffers"].items():
+            with torch.no_grad():
+                buffers[name].copy_(value)
 
     def restore(self) -> None:
-        """Undo what a rehearsal has done to plain attributes."""
+        """Undo what was done since to plain attributes; if it is `thorough`, to metrics and buffers too."""
         for name in set(_attributes(self.module)) - set(self.attributes):
             delattr(self.module, name)
-        for name, (value, size) in self.attributes.items():
-            if isinstance(value, list) and size is not None:
-                del value[size:]
-            vars(self.module)[name] = value
+        for name, seen in self.attributes.items():
+            vars(self.module)[name] = seen.restored()
+        if self.copies is None:
+            return
+        for name, metric in _metrics(self.module):
+            vars(metric).update(_copied(self.copies[name], metric._defaults))
+        for seen in self.buffers.values():
+            seen.restored()
+
+
+class _Seen:
+    """A value as it was: which object, how large, and how often a tensor was written."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.size, self.version = value, _size(value), _version(value)
+        self.copy: Any = copy.copy(value) if isinstance(value, (dict, set)) else None
+
+    def keep(self) -> None:
+        """Keep the values of a tensor."""
+        if isinstance(self.value, Tensor):
+            self.copy = self.value.detach().clone()
+
+    def has_grown(self, value: Any) -> bool:
+        """Whether it is a list to which something may have been appended, and nothing else was done."""
+        return isinstance(value, list) and value is self.value and self.size is not None and len(value) >= self.size
+
+    def may_differ(self, value: Any) -> bool:
+        """Whether `value`, now in its place, may be another."""
+        same = value is self.value and _size(value) == self.size and _version(value) == self.version
+        return not same or isinstance(value, (dict, list, set, deque, np.ndarray))
+
+    def restored(self) -> Any:
+        """The object, as it was; what was written into a tensor only after `keep`."""
+        value = self.value
+        if isinstance(value, list):
+            del value[self.size :]
+        elif isinstance(value, (dict, set)):
+            value.clear()
+            value.update(self.copy)
+        elif isinstance(value, Tensor) and self.copy is not None and _version(value) != self.version:
+            with torch.no_grad():
+                value.copy_(self.copy)
+        return value
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written in place."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those of the user's own module and of what several ranks run; others are where they are computed."""
+    return [
+        (f"{name}.{key}" if name else key, buffer)
+        for name, part in module.named_modules()
+        if part is module or (home := home_of(part)) is None or len(home.ranks) > 1
+        for key, buffer in part.named_buffers(recurse=False)
+    ]
+
+
+def _copied(states: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """States of a metric, with lists and tensors of their own."""
+    kept = {name: states[name] for name in (*names, "_update_count", "_computed", "_forward_cache")}
+    return {n: v.clone() if isinstance(v, Tensor) else copy.copy(v) for n, v in kept.items()}
 
 
 def _metrics(module: nn.Module) -> list[tuple[str, Metric]]:
@@ -170,7 +273,7 @@ def _metric_changes(metric: Metric, before: Mapping[str, int]) -> dict[str, Any]
     for name in metric._defaults:
         value = getattr(metric, name)
         states[name] = value[before[name] :] if isinstance(value, list) else value
-    return pytree.tree_map_only(Tensor, lambda state: state.detach(), states)  # type: ignore[no-any-return]
+    return states
 
 
 def _apply_to_metric(metric: Metric, states: Mapping[str, Any], before: Mapping[str, int]) -> None:
@@ -197,13 +300,15 @@ def _attributes(module: "pl.LightningModule") -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, _PLAIN):
         return True
-    if isinstance(value, (list, tuple, set, dict)) and type(value).__module__ in ("builtins", "collections"):
-        return all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value))
+    if isinstance(value, dict):
+        value = (*value.keys(), *value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return all(map(_is_plain, value))
     return False
 
 
 def _size(value: Any) -> int | None:
-    return len(value) if isinstance(value, (list, dict, set)) else None
+    return len(value) if isinstance(value, (list, dict, set, deque)) else None
 
 
 def refuse_manual_optimization(module: "pl.LightningModule") -> None:

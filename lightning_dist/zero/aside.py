@@ -38,6 +38,7 @@ class Aside:
             self._kept = {slot: slot.parameter.grad for slot in slots if slot.parameter.grad is not None}
         finally:
             self.engine.reducer.aside = False
+            self.engine.forget_calls()  # so that units leave as soon as they are handed over
             for slot, gradient in zip(slots, before, strict=True):
                 slot.parameter.grad = gradient
 

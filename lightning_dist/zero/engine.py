@@ -134,6 +134,10 @@ class ZeroEngine:
         """The unit that a parameter is gathered with."""
         return self._unit_of[slot.group]
 
+    def forget_calls(self) -> None:
+        """Backward has passed every call of the units that there was."""
+        self._hooks.backward_over()
+
     def gradient_arrived(self, slot: Slot) -> None:
         """A parameter has got its gradient, from autograd or from `aside`."""
         if self.reducer.take(slot):
