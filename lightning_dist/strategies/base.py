@@ -214,6 +214,14 @@ class DistributedStrategy(ParallelStrategy):
         return value / self.mesh.dp.size if name in ("mean", "avg") else value
 
     @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks, also where `reduce` goes over replicas: Lightning compares with the world's size."""
+        if self._mesh is None:
+            return decision
+        said = self.mesh.rollcall.ask(Place.AGREE, int(decision), what="on a decision")
+        return bool(min(said) if all else max(said))
+
+    @override
     def barrier(self, name: str | None = None) -> None:
         if self._mesh is not None:
             self.mesh.rollcall.call(Place.BARRIER, zlib.crc32((name or "").encode()), what=name or "")

@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.aggregation import CatMetric
 
@@ -101,3 +101,64 @@ def fit_both(
     ours.fit(module, texts(samples, **share), texts(8, **share))
     theirs.fit(alone, texts(samples), texts(8))
     return ours, module, theirs, alone
+
+
+class Small(L.LightningModule):
+    """Eight small layers between two linears, three targets; quick."""
+
+    def __init__(self, make_optimizer: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)])
+        self.head = nn.Linear(6, 3)
+        self.make_optimizer = make_optimizer or (lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        y: Tensor = self.head(x)
+        return y
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self(batch[0])
+        self.last = out.detach()
+        return nn.functional.mse_loss(out, batch[1])
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> Any:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, index: int) -> Any:
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self)
+
+
+def points(samples: int = 22, batch: int = 8, *, replicas: int = 1, replica: int = 0) -> DataLoader[Any]:
+    """A regression in float64, in a fixed order; of 22 samples the last batch has 6."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return in_order(TensorDataset(inputs, inputs[:, :3].sin()), batch, replicas=replicas, replica=replica)
+
+
+def in_order(data: Any, batch: int, *, replicas: int = 1, replica: int = 0) -> DataLoader[Any]:
+    """A replica's share in a fixed order."""
+    sampler = DistributedSampler(data, replicas, replica, shuffle=False)
+    return DataLoader(data, batch_size=batch // replicas, sampler=sampler)
+
+
+def everywhere(trainer: L.Trainer, thing: object) -> list[Any]:
+    """What every rank says."""
+    said: list[Any] = trainer.strategy.mesh.rollcall.exchange(thing)  # type: ignore[attr-defined]
+    return said
