@@ -69,6 +69,9 @@ def cut_module(
                     f"{known.name} and {item.name} are the same parameter but would be cut differently (dim "
                     f'{known.dim} and dim {item.dim}); give both the same style, or "replicate"'
                 )
+    for target in targets:
+        if target.style.experts:
+            _refuse_what_does_not_add_up(target, wanted)
     names = {p: n for n, p in module.named_parameters()}
     if axis.rollcall is not None:
         insist_on_equal([in_words(n, p) for p, n in names.items()], axis.rollcall, DIFFERENT_MODELS)
@@ -196,6 +199,27 @@ def _of_adapter(target: Target, adapter: Any, axis: Axis, split: Split | None) -
         if isinstance(factor, nn.Linear) and isinstance(weight, nn.Parameter) and weight.shape[dim] == split.size:
             found.append(_Wanted(f"{target.name}.{holder}.{name}.weight", weight, dim, split, factor))
     return found
+
+
+def _refuse_what_does_not_add_up(target: Target, wanted: Mapping[nn.Parameter, _Wanted]) -> None:
+    """Each rank runs the experts on its parts as plain tensors, and what they return is added up.
+
+    That is right for stacks of matrices that are cut in pairs, and for nothing beside them, such as a bias.
+    """
+    experts: nn.Module = getattr(target.parent, target.key)
+    own = dict(experts.named_parameters())
+    cut = [wanted[parameter] for parameter in own.values() if parameter in wanted]
+    sides = {item.parameter.ndim - item.dim for item in cut}
+    if cut and (len(cut) < len(own) or sides != {1, 2} or any(item.parameter.ndim != 3 for item in cut)):
+        said = ", ".join(
+            f"{name} {tuple(p.shape)} " + (f"cut along dim {wanted[p].dim}" if p in wanted else "whole")
+            for name, p in own.items()
+        )
+        raise ConfigurationError(
+            f'{target.name} cannot be "moe_tp_experts", by which ranks add up what it returns: each of its parameters '
+            "must be a stack of matrices (experts, out, in), one cut along its outputs and the next along its inputs. "
+            f"It has {said}. Give styles to what is inside it only"
+        )
 
 
 # Sizes ----------------------------------------------------------------------------------------------------------

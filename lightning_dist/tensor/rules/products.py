@@ -78,6 +78,8 @@ def embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
         return NotImplemented
+    if weight.lie.dim == 0 and len(weight.lie.split.blocks) > 1:  # a rank's words are not one run of them
+        return NotImplemented
     if weight.lie.dim == 0:
         return vocab_parallel_embedding(ids, weight, given.get("padding_idx"), weight.lie)
     out = F.embedding(ids, without_answers(weight), given.get("padding_idx"))
