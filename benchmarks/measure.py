@@ -9,7 +9,8 @@ Each quantity is read where nothing else can leak into it:
 - *Memory in use*: glibc knows how many bytes are allocated at this moment (``mallinfo2``), tensors and C++ buffers
   of every thread included, free blocks excluded. The growth since just before the model was built is what training
   holds; a thread that reads it every millisecond during warm-up finds the peak. (torch's profiler counts too
-  much here: it misses releases on gloo's threads, where the last owner of a gathered buffer may live.)
+  much here: it misses releases on gloo's threads, where the last owner of a gathered buffer may live.) What a system
+  shares with other processes lies outside of the heap and is added: the arenas of this rank, which only grow.
 - *Resident memory*: ``VmHWM``, the kernel's own high-water mark, set back to the present level after warm-up.
 """
 
@@ -107,17 +108,25 @@ class _MallInfo(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class HeapMemory:
-    """Bytes allocated beyond what the process had before its model: between steps, and at most within one."""
+class Memory:
+    """Bytes in use beyond what the process had before its model: between steps, and at most within one.
+
+    `shared` is the part of both that lies in memory shared with other processes.
+    """
 
     held: int
     peak: int
+    shared: int
 
 
-class HeapMeter:
-    """What is allocated now, relative to when the meter was made."""
+class MemoryMeter:
+    """What is allocated now, relative to when the meter was made, and the process's share of shared memory.
+
+    `shared_bytes` may be set once there is something that knows.
+    """
 
     def __init__(self) -> None:
+        self.shared_bytes: Callable[[], int] = lambda: 0
         self._mallinfo: Callable[[], _MallInfo] | None = getattr(ctypes.CDLL(None), "mallinfo2", None)
         if self._mallinfo is not None:
             self._mallinfo.restype = _MallInfo
@@ -131,10 +140,10 @@ class HeapMeter:
         return int(info.uordblks + info.hblkhd)  # blocks inside the heaps, and those mapped one by one
 
     def now(self) -> int:
-        """Bytes allocated since the meter was made."""
-        return self._allocated() - self._base
+        """Bytes in use since the meter was made."""
+        return self._allocated() - self._base + self.shared_bytes()
 
-    def watch(self, work: Callable[[], object]) -> HeapMemory | None:
+    def watch(self, work: Callable[[], object]) -> Memory | None:
         """Run `work` and return its peak and the level after it; None where the C library is not glibc."""
         peak, over = self.now(), threading.Event()
 
@@ -150,7 +159,8 @@ class HeapMeter:
         finally:
             over.set()
             sampler.join()
-        return None if self._mallinfo is None else HeapMemory(held=self.now(), peak=max(peak, self.now()))
+        held = self.now()
+        return None if self._mallinfo is None else Memory(held, max(peak, held), self.shared_bytes())
 
 
 @dataclass(frozen=True)

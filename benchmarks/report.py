@@ -55,6 +55,7 @@ class Summary:
     ledger_bytes_per_step: float | None = None
     held_bytes: int | None = None
     peak_bytes: int | None = None
+    shared_bytes: int | None = None
     peak_resident_bytes: int | None = None
     start_peak_resident_bytes: int | None = None
     foreign_load: float | None = None
@@ -94,6 +95,7 @@ def summarize(result: Result, base: Result | None) -> Summary:
         ledger_bytes_per_step=Spread.of(ledger).median if ledger else None,
         held_bytes=max((m.held for m in memory), default=None),
         peak_bytes=max((m.peak for m in memory), default=None),
+        shared_bytes=max((m.shared for m in memory), default=None),
         peak_resident_bytes=max(turn.peak_resident for turn in turns),
         start_peak_resident_bytes=max(ready.start_peak_resident for ready in result.ready),
         foreign_load=Spread.of(foreign).q3 if foreign else None,
@@ -159,6 +161,7 @@ COST: dict[str, Cell] = {
     "ledger, Ψ": _in_psi(lambda row: row.ledger_bytes_per_step),
     "held MB": _scaled(lambda row: row.held_bytes, MEGABYTE, ".0f"),
     "peak MB": _scaled(lambda row: row.peak_bytes, MEGABYTE, ".0f"),
+    "of them shared": _scaled(lambda row: row.shared_bytes, MEGABYTE, ".0f"),
     "RSS MB": _scaled(lambda row: row.peak_resident_bytes, MEGABYTE, ".0f"),
     "RSS at start": _scaled(lambda row: row.start_peak_resident_bytes, MEGABYTE, ".0f"),
     "loss": _scaled(lambda row: row.last_loss, 1, ".4f"),

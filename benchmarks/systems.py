@@ -24,16 +24,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import AdamW
 
+    from lightning_dist.comm import Mesh
+    from lightning_dist.core.layout import Layout
+
 # What a process that has imported torch and transformers occupies before it has a model.
 RUNTIME_BYTES = 250 * 2**20
 
 
 @dataclass
 class Training:
-    """A system ready to train: one step, and (ours only) the bytes its ledger has counted so far."""
+    """A system ready to train: one step, and (ours only) bytes that its ledger has counted, and those in its arenas."""
 
     step: Callable[[Tensor], Tensor]
     ledger_bytes: Callable[[], int] | None = None
+    shared_bytes: Callable[[], int] = lambda: 0
 
 
 class System(ABC):
@@ -272,27 +276,30 @@ class DeepSpeed(System):
 class Ours(System):
     """lightning_dist's ZeroEngine in a plain loop."""
 
-    needs = (*System.needs, "lightning_dist.zero")
+    needs = (*System.needs, "lightning_dist.zero", "lightning_dist.tensor")
+    zero_stage = 0
 
-    def __init__(self, stage: int) -> None:
-        self._stage = stage
-        self.name = f"zero{stage}"
-        self.label = f"lightning_dist zero{stage}"
-        self.stage = str(stage)
-        self.resident = {0: 4.2, 1: 3.2, 2: 3.0, 3: 2.6}[stage]
+    def layout(self, job: Job) -> Layout:
+        """How the ranks are laid out."""
+        from lightning_dist.core.layout import Layout
+
+        return Layout(dp=job.world_size)
+
+    def cut(self, model: nn.Module, mesh: Mesh) -> None:
+        """What is done to the model before the engine takes it."""
 
     def prepare(self, model: nn.Module, job: Job) -> Training:
         import torch
 
         from lightning_dist.comm import Mesh
         from lightning_dist.core.allocator import keep_freed_memory
-        from lightning_dist.core.layout import Layout
         from lightning_dist.zero import ZeroEngine
 
         keep_freed_memory()  # as our strategies do on the CPU
-        mesh = Mesh.from_world(Layout(dp=job.world_size))
+        mesh = Mesh.from_world(self.layout(job))
+        self.cut(model, mesh)
         compute_dtype = torch.bfloat16 if job.precision == "bf16-mixed" else None
-        engine = ZeroEngine(model, mesh, stage=self._stage, compute_dtype=compute_dtype)
+        engine = ZeroEngine(model, mesh, stage=self.zero_stage, compute_dtype=compute_dtype)
         optimizer = adamw(model, job)
         engine.adopt(optimizer)
 
@@ -304,46 +311,39 @@ class Ours(System):
             optimizer.zero_grad()
             return loss.detach()
 
-        return Training(step, ledger_bytes=mesh.ledger.total)
+        return Training(step, ledger_bytes=mesh.ledger.total, shared_bytes=lambda: mesh.shared_bytes)
 
 
-class TensorParallel(System):
-    """lightning_dist's cut module in a plain loop; the model's own plan."""
+class Zero(Ours):
+    """A ZeRO stage."""
+
+    def __init__(self, stage: int) -> None:
+        self.zero_stage = stage
+        self.name = f"zero{stage}"
+        self.label = f"lightning_dist zero{stage}"
+        self.stage = str(stage)
+        self.resident = {0: 4.2, 1: 3.2, 2: 3.0, 3: 2.6}[stage]
+
+
+class TensorParallel(Ours):
+    """All ranks share the model, by its own plan."""
 
     stage, resident, whole_batch = "tp", 2.2, True
-    needs = (*System.needs, "lightning_dist.tensor")
 
     def __init__(self, *, sequence_parallel: bool) -> None:
         self._sequence_parallel = sequence_parallel
         self.name = "tp-sp" if sequence_parallel else "tp"
         self.label = "lightning_dist tp" + (", sequence parallel" if sequence_parallel else "")
 
-    def prepare(self, model: nn.Module, job: Job) -> Training:
-        import torch
-
-        from lightning_dist.comm import Mesh
-        from lightning_dist.core.allocator import keep_freed_memory
+    def layout(self, job: Job) -> Layout:
         from lightning_dist.core.layout import Layout
+
+        return Layout(tp=job.world_size)
+
+    def cut(self, model: nn.Module, mesh: Mesh) -> None:
         from lightning_dist.tensor import cut_module
-        from lightning_dist.zero import ZeroEngine
 
-        keep_freed_memory()  # as our strategies do on the CPU
-        mesh = Mesh.from_world(Layout(tp=job.world_size))
         cut_module(model, mesh.tp, sequence_parallel=self._sequence_parallel)
-        compute_dtype = torch.bfloat16 if job.precision == "bf16-mixed" else None
-        engine = ZeroEngine(model, mesh, stage=0, compute_dtype=compute_dtype)
-        optimizer = adamw(model, job)
-        engine.adopt(optimizer)
-
-        def step(tokens: Tensor) -> Tensor:
-            with engine.step():
-                loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return Training(step, ledger_bytes=mesh.ledger.total)
 
 
 class DTensorParallel(System):
@@ -425,7 +425,7 @@ SYSTEMS: dict[str, System] = {
         DDP(),
         DDPTwin(),
         NoCommunication(),
-        *(Ours(stage) for stage in (0, 1, 2, 3)),
+        *(Zero(stage) for stage in (0, 1, 2, 3)),
         DDPZeroRedundancy(),
         FSDP2(reshard=False),
         FSDP2(reshard=True),

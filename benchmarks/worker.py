@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from benchmarks.measure import (
-    HeapMemory,
-    HeapMeter,
+    Memory,
+    MemoryMeter,
     Usage,
     peak_resident_bytes,
     reset_peak_resident,
@@ -50,7 +50,7 @@ class Assignment:
 class Ready:
     """Sent once after warm-up."""
 
-    memory: HeapMemory | None
+    memory: Memory | None
     start_peak_resident: int
     losses: list[float]
 
@@ -126,8 +126,9 @@ class _Rank:
     def take_turns(self, connection: Connection) -> None:
         """Warm up, then take turns until told to leave."""
         first, *steady = self._batches(self._assignment.warmup)
-        meter = HeapMeter()
+        meter = MemoryMeter()
         training = SYSTEMS[self._assignment.system].prepare(build_model(self._job), self._job)
+        meter.shared_bytes = training.shared_bytes
         losses = [training.step(first)]  # allocates what stays: optimizer state, buffers
         memory = meter.watch(lambda: losses.extend(training.step(batch) for batch in steady))
         start_peak = peak_resident_bytes()

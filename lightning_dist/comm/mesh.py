@@ -230,6 +230,19 @@ class Mesh:
         """All ranks in one line, for sums over the whole world."""
         return self.axes["world"]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that this rank has filled, in all channels (see `arena`), boards apart.
+
+        It stays for as long as the mesh, and no allocator of the process counts it.
+        """
+        axes = {id(axis): axis for axis in self.axes.values()}.values()  # the world may be one of the others
+        channels = [self.rollcall.shared, *(memory for axis in axes for memory in axis.shared.values())]
+        arenas = [memory.arena for memory in channels if memory is not None]
+        for carrier in (axis.mail.carrier for axis in axes if axis.mail is not None):
+            arenas += carrier.arenas.values() if isinstance(carrier, SharedCarrier) else ()
+        return sum(arena.written_bytes for arena in arenas)
+
     def abort(self, reason: str) -> None:
         """This rank has failed: all that wait in shared memory, or begin to, raise PeerLostError with this reason.
 
