@@ -36,10 +36,11 @@ from lightning_dist.pipeline.homes import Stages, stages_by_module
 from lightning_dist.pipeline.micro_batches import count_samples, merge, signature, split_batch
 from lightning_dist.pipeline.partition import balance, better_split, bounds_of, estimated_costs
 from lightning_dist.pipeline.program import Programs
+from lightning_dist.pipeline.rehearsal import Script
 from lightning_dist.pipeline.report import WORTH_SAYING, PipelineReport
 from lightning_dist.pipeline.schedule import SCHEDULES, Schedule, Shape, Timeline, schedule_row
 from lightning_dist.pipeline.shared_parameters import summed_over_homes
-from lightning_dist.pipeline.view import Script, StageView
+from lightning_dist.pipeline.view import StageView
 
 MICRO_BATCHES_PER_RANK = 4
 """Micro-batches for each rank, where nobody says how many: a bubble of a quarter at most."""

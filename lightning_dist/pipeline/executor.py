@@ -24,9 +24,11 @@ from lightning_dist.comm.mail import Letter, Mail
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.pipeline.deferred import Deferred
 from lightning_dist.pipeline.homes import Stages
+from lightning_dist.pipeline.passage import Step
+from lightning_dist.pipeline.rehearsal import Script
 from lightning_dist.pipeline.schedule import Action, Kind
 from lightning_dist.pipeline.stopwatch import Stopwatch
-from lightning_dist.pipeline.view import Script, StageView, Step
+from lightning_dist.pipeline.view import StageView
 
 Place = tuple[int, int]
 """Stage and micro-batch."""

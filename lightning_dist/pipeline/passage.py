@@ -1,0 +1,163 @@
+"""How a step passes the layers, as a pipeline sees it: every call of a layer, or of a module ahead of them, is played.
+
+Modules are seen by their class: while a step runs, and only then, it is a subclass with another ``__call__``. Hooks
+could not do this, which see a call but cannot take its place; a replaced attribute would be copied and pickled along.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from lightning_dist.core.errors import UnsupportedModelError
+from lightning_dist.pipeline.fakes import Fakes
+from lightning_dist.pipeline.homes import Stages
+
+Step = Callable[[], Any]
+Play = Callable[..., Any]
+"""What is done in the place of a call: takes the layer's number (or the module), its arguments, and the call itself."""
+
+_ROLE = "_lightning_dist_role"
+
+
+class StageDone(BaseException):
+    """A stage has come to its last layer; not an `Exception`, so that user code lets it pass."""
+
+
+class StepShapeError(UnsupportedModelError):
+    """A step that does not pass the chain as a pipeline needs it."""
+
+
+class Passage:
+    """The layers of `module` and what is ahead of them; `names` are for messages."""
+
+    def __init__(self, module: nn.Module, stages: Stages, fakes: Fakes) -> None:
+        self.module, self.stages, self.fakes = module, stages, fakes
+        self.names = {part: name or type(part).__name__ for name, part in module.named_modules()}
+        self.ahead = list(_outermost_with_parameters(module, set(stages.chain.layers)))
+
+    def run(
+        self,
+        step: Step,
+        layer: Play,
+        ahead: Play,
+        *within: AbstractContextManager[object],
+    ) -> tuple[bool, Any]:
+        """Run `step` with these two in place of the modules' calls; whether it came to `StageDone`, else its value.
+
+        Args:
+            within: contexts of the step.
+
+        Raises:
+            StepShapeError: it caught what ends it.
+        """
+        done = False
+
+        def seen_layer(index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+            nonlocal done
+            try:
+                return layer(index, args, kwargs, call)
+            except StageDone:
+                done = True
+                raise
+
+        self.fakes.active, self.fakes.behind = True, False
+        try:
+            with ExitStack() as stack:
+                for context in (self._acting(seen_layer, ahead), *within):
+                    stack.enter_context(context)
+                returned = step()
+        except StageDone:
+            return True, None
+        finally:
+            self.fakes.active = self.fakes.behind = False
+        if done:
+            raise StepShapeError(
+                "the step caught the exception by which a pipeline stage ends a step (a bare `except:`, an `except "
+                f"BaseException:` or a `return` in a `finally:` around {self.stages.chain.name}): catch Exception there"
+            )
+        return False, returned
+
+    @contextmanager
+    def _acting(self, layer: Play, ahead: Play) -> Iterator[None]:
+        acting: list[tuple[nn.Module, type[nn.Module]]] = []
+
+        def act(part: nn.Module, play: Callable[..., Any], what: object) -> None:
+            own = type(part)
+            call = own.__call__.__get__(part)
+            vars(part)[_ROLE] = lambda args, kwargs: play(what, args, kwargs, call)
+            object.__setattr__(part, "__class__", _actor(own))  # type: ignore[arg-type]  # classes have a hash
+            acting.append((part, own))
+
+        try:
+            for part in self.ahead:
+                act(part, ahead, part)
+            for index, part in enumerate(self.stages.chain.layers):
+                act(part, layer, index)
+            yield
+        finally:
+            for part, own in reversed(acting):
+                object.__setattr__(part, "__class__", own)
+                del vars(part)[_ROLE]
+
+    # What is wrong with a step ---------------------------------------------------------------------------------
+
+    def returned_early(self, expected: int, comes: str) -> StepShapeError:
+        chain = self.stages.chain
+        return StepShapeError(
+            f"the step returned before it called {chain.names[min(expected, len(chain) - 1)]}, and so before pipeline "
+            f"{comes}. Every step must call all {len(chain)} layers of {chain.name}, each once and in order; if these "
+            'are not the layers of this model, name them: PipelineParallelStrategy(layers="...")'
+        )
+
+    def insist_on_order(self, index: int, expected: int) -> None:
+        names = self.stages.chain.names
+        if index == expected:
+            return
+        said = f"{names[index]} was called " + (
+            "a second time in one step" if index < expected else f"before {names[expected]}"
+        )
+        raise StepShapeError(f"{said}. {self.no_second_pass()}")
+
+    def no_second_pass(self) -> str:
+        chain = self.stages.chain
+        return (
+            f"Under a pipeline a step passes the {len(chain)} layers of {chain.name} once, in order: a second pass "
+            "(model.generate, two forwards in one training_step, a shared encoder) would need the first stage again. "
+            "Call generate and the like after training on a whole model: load the checkpoint, or copy.deepcopy(module) "
+            "inside `with trainer.strategy.gathered(module):`. For two inputs, put them into one batch"
+        )
+
+
+@contextmanager
+def as_itself(part: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Within the block calls of a module that is seen are not played."""
+    role = vars(part)[_ROLE]
+    vars(part)[_ROLE] = lambda args, kwargs: call(*args, **kwargs)
+    try:
+        yield
+    finally:
+        vars(part)[_ROLE] = role
+
+
+@cache
+def _actor(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module while a stage runs: the same but for its call."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)[_ROLE](args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _outermost_with_parameters(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules outside the chain that hold parameters; nothing inside of one of them again."""
+    for child in module.children():
+        if child in layers or not any(True for _ in child.parameters()):
+            continue
+        if layers.isdisjoint(child.modules()):
+            yield child
+        else:
+            yield from _outermost_with_parameters(child, layers)
