@@ -68,11 +68,19 @@ def sweep(name: str, mesh: Mesh, micro_batches: tuple[int, ...]) -> int:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "t5"])
 def test_loss_and_gradients_equal_one_process(name: str) -> None:
     """Two ranks with some numbers of micro-batches, four with the others."""
     mesh = Mesh.from_world(Layout(pp=world_size()))
     assert sweep(name, mesh, (2, 7) if world_size() == 2 else (1, 4)) == 10
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_what_leaves_the_chain_sideways_is_carried_along(schedule: str) -> None:
+    """T5: three tensors travel with the hidden state. Its whole sweep is slow: its layers cannot be skipped."""
+    mesh = Mesh.from_world(Layout(pp=world_size()))
+    assert check(CASES["t5"], mesh, schedule, 2, accumulate=1, recompute=False) > 50
 
 
 @pytest.mark.slow
