@@ -75,7 +75,25 @@ def outcome(plan: dict[str, str], *, sequence_parallel: bool) -> str:
 
 
 @ranks(2)
-@pytest.mark.filterwarnings("ignore:.*is computed on the whole")
+def test_an_embedding_cut_like_fused_features() -> None:
+    """A rank then holds several runs of words, which no lookup of its own serves."""
+    for style in ("packed_colwise", "packed_rowwise"):
+        assert outcome({"places": style}, sequence_parallel=False) == "equal"
+
+
+@ranks(2)
+def test_only_stacks_of_matrices_are_experts() -> None:
+    """A block adds its input to what its linears make: added up over the ranks, that would count as often."""
+    pair = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    refused = 'cannot be "moe_tp_experts"'
+    assert outcome({**pair, "blocks.*": "moe_tp_experts"}, sequence_parallel=False) == refused
+    assert outcome({**pair, "blocks.*.up": "moe_tp_experts"}, sequence_parallel=False) == "equal"  # all of it is whole
+    assert (
+        outcome({"blocks.0.up": "moe_tp_experts", "blocks.0.up.weight": "colwise"}, sequence_parallel=False) == refused
+    )
+
+
+@ranks(2)
 @pytest.mark.parametrize("seed", range(BATCHES))
 def test_random_plans_give_what_one_process_gives_or_are_refused(seed: int) -> None:
     draw, seen, pairs = random.Random(seed), Counter[str](), set()
@@ -92,3 +110,7 @@ def test_random_plans_give_what_one_process_gives_or_are_refused(seed: int) -> N
     assert seen.total() == PLANS
     assert seen["equal"] >= PLANS // 2, seen
     assert pairs >= {("rowwise", "rowwise"), ("colwise", "colwise"), ("rowwise", "colwise"), (None, "rowwise")}, pairs
+
+
+def test_the_sweep_is_as_wide_as_it_says() -> None:
+    assert BATCHES * PLANS == 240
