@@ -15,12 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.comm.arena import ALIGNMENT
-from lightning_dist.comm.collectives import Waitable
+from lightning_dist.comm.collectives import Waitable, started
 from lightning_dist.comm.mail import CHANNELS, LINES, OBJECTS, Open, Packing
 from lightning_dist.core.errors import PeerLostError
 
@@ -75,7 +76,7 @@ class BackendCarrier:
         memory = self._memory(packing)
         packing.pack(tensors, memory)
         if self._tail:
-            memory.view(torch.int64)[packing.num_bytes // 8] = packing.digest
+            memory.numpy().view(np.int64)[packing.num_bytes // 8] = packing.digest
         if memory.numel():
             self._send(memory, peer, line)
 
@@ -83,14 +84,14 @@ class BackendCarrier:
         """See `Carrier`."""
         memory = self._memory(packing)
         if self._tail:
-            memory.view(torch.int64)[packing.num_bytes // 8] = 0  # a shorter message leaves it so
+            memory.numpy().view(np.int64)[packing.num_bytes // 8] = 0  # a shorter message leaves it so
         works = [self._receive(memory, peer, line)] if memory.numel() else []
 
         def open_it() -> list[Tensor]:
             for work in works:
                 _wait(work, peer)
             if self._tail:
-                packing.insist_on(int(memory.view(torch.int64)[packing.num_bytes // 8]), peer)
+                packing.insist_on(int(memory.numpy().view(np.int64)[packing.num_bytes // 8]), peer)
             views = packing.views(memory)
             return [view.clone() for view in views] if len(views) > 1 else views
 
@@ -128,21 +129,23 @@ class BackendCarrier:
         works = self.under_way[peer, line]
         while works and works[0][0].is_completed():
             works.popleft()
-        works.append((self._start(dist.isend, memory, peer, line, (self.rank, peer)), memory))
+        works.append((self._start(dist.isend, memory, peer, line), memory))
 
     def _receive(self, memory: Tensor, peer: int, line: str) -> Waitable:
-        return self._start(dist.irecv, memory, peer, line, (peer, self.rank))
+        return self._start(dist.irecv, memory, peer, line)
 
-    def _start(
-        self, op: Callable[..., object], memory: Tensor, peer: int, line: str, ends: tuple[int, int]
-    ) -> Waitable:
-        native = self.streams and line != OBJECTS
-        group, tag = (self.streams[stream_of(line, *ends)], 0) if native else (self.gloo, LINES.index(line))
-        try:  # in a batch, even of one, NCCL takes the group's communicator in place of one more for the pair
-            (work,) = dist.batch_isend_irecv([dist.P2POp(op, memory, group=group, group_peer=peer, tag=tag)])
+    def _start(self, op: Callable[..., object], memory: Tensor, peer: int, line: str) -> Waitable:
+        sending = op is dist.isend
+        try:
+            if self.streams and line != OBJECTS:
+                ends = (self.rank, peer) if sending else (peer, self.rank)
+                group = self.streams[stream_of(line, *ends)]
+                # In a batch, even of one, NCCL takes the group's communicator in place of one more for the pair.
+                return started(dist.batch_isend_irecv([dist.P2POp(op, memory, group=group, group_peer=peer)])[0])
+            end = {"group_dst" if sending else "group_src": peer}
+            return started(op(memory, group=self.gloo, tag=LINES.index(line), **end))
         except RuntimeError as error:
             raise _lost(peer) from error
-        return work
 
 
 def _wait(work: Waitable, peer: int) -> None:
