@@ -225,8 +225,7 @@ def cells(row: Row) -> tuple[str, ...]:
         str(row.ranks),
         row.collective,
         f"{row.num_bytes:,}",
-        f"{row.gloo.median:,.0f}",
-        f"{row.shared.median:,.0f}",
+        *(f"{spread.median:,.{1 if spread.median < 100 else 0}f}" for spread in (row.gloo, row.shared)),
         f"{row.ratio.median:.3f}",
         f"{row.ratio.q1:.3f} – {row.ratio.q3:.3f}",
     )
@@ -282,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     os.environ.update(WORKER_ENVIRONMENT)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=130)  # a log: nothing folded
     rows: list[Row] = []
     began, busy, used = time.perf_counter(), busy_cpu_seconds(), time.process_time()
     cpu_seconds = 0.0
