@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -418,13 +419,25 @@ def test_a_peer_that_dies_is_noticed(way: str, words: str) -> None:
     assert f"NOTICED True {words}" in output
 
 
-ABORTED = (
-    r"rank 0 of the world has failed: ValueError: bad batch \(see its own traceback\)\. A mesh that was aborted stays"
-)
+ABORTED = r"rank 0 of the world has failed: ValueError: bad batch \(see its own traceback\)\. Nothing goes on before"
+WAITS: dict[str, Callable[[Mesh, Mail, int], object]] = {
+    "mail": lambda mesh, mail, peer: mail.post([meta(3)], peer, channel="backward").wait(),
+    "objects": lambda mesh, mail, peer: mail.receive_object(peer),
+    "collective": lambda mesh, mail, peer: mesh.world.all_reduce(torch.ones(3), purpose="test"),
+    "maximum": lambda mesh, mail, peer: mesh.world.all_reduce(torch.ones(3), purpose="test", op="max"),
+    "broadcast": lambda mesh, mail, peer: mesh.world.broadcast(torch.ones(3), purpose="test"),
+    "collect": lambda mesh, mail, peer: mesh.world.collect(
+        torch.ones(1), [1] * 4, purpose="test", out=torch.ones(4) if rank() == 0 else None
+    ),
+    "roll call": lambda mesh, mail, peer: mesh.rollcall.call(Place.BARRIER),
+    "exchange": lambda mesh, mail, peer: mesh.rollcall.exchange(rank()),
+    "object from one": lambda mesh, mail, peer: mesh.rollcall.broadcast(rank()),
+    "flags": lambda mesh, mail, peer: mesh.rollcall.any_rank([True]),
+}
 
 
 @ranks(4)
-@pytest.mark.parametrize("place", ["mail", "objects", "collective", "roll call"])
+@pytest.mark.parametrize("place", WAITS)
 def test_abort_reaches_all_who_wait(place: str) -> None:
     """Rank 3 has no axis in common with rank 0, which fails; it waits for rank 1 or 2, which live and say nothing."""
     mesh = Mesh.from_world(Layout(pp=2, dp=2), timeout=1000.0)
@@ -441,7 +454,7 @@ def test_abort_reaches_all_who_wait(place: str) -> None:
         peer = 1 - mail.rank
         wait_until_all_wait()
         with pytest.raises(PeerLostError, match=ABORTED) as caught:
-            wait_at(place, mesh, mail, peer)
+            WAITS[place](mesh, mail, peer)
         mesh.abort(f"PeerLostError: {caught.value}")  # what follows from the first failure is not the cause
         assert place != "roll call" or f"rank {me} is at a barrier and stops" in str(caught.value)
         with pytest.raises(
@@ -459,16 +472,67 @@ def wait_until_all_wait() -> None:
     dist.barrier()
 
 
-def wait_at(place: str, mesh: Mesh, mail: Mail, peer: int) -> None:
-    if place == "mail":
-        mail.post([meta(3)], peer, channel="backward").wait()
-    elif place == "objects":
-        mail.receive_object(peer)
-    elif place == "collective":
-        mesh.dp.start_all_reduce(torch.ones(3), purpose="test").wait() if rank() == 1 else None
-        mail.post([meta(3)], peer, channel="backward").wait()
+@ranks(4)
+def test_a_mesh_recovers_once_all_ranks_have_met() -> None:
+    """What was under way when it was aborted is gone, on every channel; all that waits works, and it may fail again."""
+    mesh = Mesh.from_world(Layout(pp=2, dp=2), timeout=1000.0)
+    mail, me = mesh.pp.mail, rank()
+    assert mail is not None
+    peer = 1 - mail.rank
+    for turn in range(1, 4):
+        if me == 2:  # some ranks have begun what the others never will
+            mail.send([torch.full((3,), 99.0)], peer, channel="forward", purpose="test")
+            mail.post([meta(5)], peer, channel="backward")
+            mail.send_object("lost", peer)
+        mesh.world.start_all_reduce(torch.ones(7), purpose="test") if me in (1, 2) else None
+        mesh.dp.all_gather(torch.ones(4), purpose="test") if me == 3 else None
+        mesh.abort("on purpose") if me == 3 else None
+        wait_until_all_wait()
+        assert mesh.aborted
+        assert mesh.recover()
+        assert not mesh.aborted
+        for channel in ("forward", "backward"):
+            for number in range(3):
+                mail.send([torch.full((3,), float(me + number))], peer, channel=channel, purpose="test")
+        mail.send_object(me, peer)
+        other = mesh.pp.ranks[peer]
+        assert mail.receive_object(peer) == other
+        for channel in ("forward", "backward"):
+            for number in range(3):
+                (got,) = mail.post([meta(3)], peer, channel=channel).wait()
+                assert torch.equal(got, torch.full((3,), float(other + number)))
+        flat = torch.full((5,), float(me + turn))
+        assert torch.equal(mesh.world.all_reduce(flat.clone(), purpose="t"), torch.full((5,), 6.0 + 4 * turn))
+        assert torch.equal(mesh.world.all_reduce(flat.clone(), purpose="t", op="max"), torch.full((5,), 3.0 + turn))
+        assert torch.equal(mesh.world.all_reduce(flat.clone(), purpose="t", op="min"), torch.full((5,), 0.0 + turn))
+        assert torch.equal(mesh.world.broadcast(flat.clone(), purpose="t", source=2), torch.full((5,), 2.0 + turn))
+        sizes = [3, 0, 1, 2]
+        out = torch.zeros(6) if me == 0 else None
+        mesh.world.collect(torch.full((sizes[me],), float(me)), sizes, purpose="t", out=out)
+        assert out is None or out.tolist() == [0, 0, 0, 2, 3, 3]
+        assert mesh.rollcall.exchange("x" * me) == ["", "x", "xx", "xxx"]
+        assert mesh.rollcall.broadcast({"of": me}, 1) == {"of": 1}
+        assert mesh.rollcall.any_rank([me == 1, False]) == [True, False]
+
+
+@ranks(2)
+def test_a_mesh_on_a_backend_recovers_unless_messages_are_under_way() -> None:
+    mesh = Mesh.from_world(Layout(pp=2), shared_memory=False)
+    mail = mesh.pp.mail
+    assert mail is not None
+    assert not mesh.recover()
+    mail.send([torch.ones(3)], 1 - rank(), channel="forward", purpose="test")
+    assert torch.equal(mail.post([meta(3)], 1 - rank(), channel="forward").wait()[0], torch.ones(3))
+    mail.flush()
+    assert not mesh.recover()
+    letter = mail.post([meta(3)], 1, channel="forward") if rank() == 0 else None
+    with pytest.raises(PeerLostError, match=r"still under way.*start all ranks again"):
+        mesh.recover()
+    if letter is None:
+        mail.send([torch.ones(3)], 0, channel="forward", purpose="test")
+        mail.flush()
     else:
-        mesh.rollcall.call(Place.BARRIER)
+        letter.wait()
 
 
 @ranks(2)

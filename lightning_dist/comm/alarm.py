@@ -2,7 +2,8 @@
 
 A rank in shared memory waits for numbers to grow; that a peer has died is seen by its process id, but a peer whose code
 raised may live for long: in a notebook, in a handler, in the teardown of a Trainer. So whoever waits also looks here.
-The first rank that rings is the cause; what others say later follows from it.
+The first rank that rings is the cause; what others say later follows from it. It rings until all ranks have met again
+(`Mesh.recover`).
 """
 
 import contextlib
@@ -22,7 +23,7 @@ LETTERS = 1000
 
 @dataclass(eq=False)
 class Alarm:
-    """Seen by all ranks of the world that run on this machine; once it rings it never stops.
+    """Seen by all ranks of the world that run on this machine.
 
     `rung` holds when each of them rang, in nanoseconds of the machine's clock, or 0.
     """
@@ -62,14 +63,25 @@ class Alarm:
             self.reasons[me, : len(words)] = words
             self.rung[me] = time.monotonic_ns()
 
+    @property
+    def rings(self) -> bool:
+        """Whether any rank has failed."""
+        return bool(self.rung.any())
+
+    def silence(self) -> None:
+        """Take back this rank's own alarm. For all ranks between two barriers."""
+        me = self.ranks.index(self.rank)
+        self.rung[me] = 0
+        self.reasons[me] = 0
+
     def listen(self) -> None:
         """Raises PeerLostError once a rank has rung; it names the first one and its reason."""
-        if not self.rung.any():
+        if not self.rings:
             return
         first = min((when, index) for index, when in enumerate(self.rung.tolist()) if when)[1]
         reason = self.reasons[first].tobytes().rstrip(b"\0").decode(errors="ignore")
         who = "this rank" if self.ranks[first] == self.rank else f"rank {self.ranks[first]} of the world"
         raise PeerLostError(
             f"stops because {who} has failed: {reason or 'no reason given'} (see its own traceback). "
-            "A mesh that was aborted stays so: start all ranks again"
+            "Nothing goes on before all ranks begin anew: start them again, or call the Trainer again on all of them"
         )

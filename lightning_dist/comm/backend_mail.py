@@ -45,6 +45,7 @@ class BackendCarrier:
     device: torch.device
     streams: dict[Stream, dist.ProcessGroup] = field(default_factory=dict)
     under_way: dict[tuple[int, str], deque[tuple[Waitable, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
+    expected: int = 0  # messages whose receive was started and not waited for
 
     @classmethod
     def connect(
@@ -86,10 +87,12 @@ class BackendCarrier:
         if self._tail:
             memory.numpy().view(np.int64)[packing.num_bytes // 8] = 0  # a shorter message leaves it so
         works = [self._receive(memory, peer, line)] if memory.numel() else []
+        self.expected += len(works)
 
         def open_it() -> list[Tensor]:
             for work in works:
                 _wait(work, peer)
+                self.expected -= 1
             if self._tail:
                 packing.insist_on(int(memory.numpy().view(np.int64)[packing.num_bytes // 8]), peer)
             views = packing.views(memory)
@@ -116,6 +119,10 @@ class BackendCarrier:
             while works:
                 _wait(works[0][0], peer)
                 works.popleft()
+
+    def forget(self) -> bool:
+        """See `Carrier`; a backend's receives that were started wait for good."""
+        return not self.expected and not any(self.under_way.values())
 
     @property
     def _tail(self) -> int:

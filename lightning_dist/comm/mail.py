@@ -66,6 +66,9 @@ class Carrier(Protocol):
     def flush(self) -> None:
         """Wait until what was sent needs no memory here any more."""
 
+    def forget(self) -> bool:
+        """Drop all messages under way. For all ranks between two barriers. Returns whether that can be done."""
+
 
 @dataclass(frozen=True)
 class Mail:
@@ -203,3 +206,7 @@ class FakeCarrier:
 
     def flush(self) -> None:
         """See `Carrier`."""
+
+    def forget(self) -> bool:
+        """See `Carrier`."""
+        return True

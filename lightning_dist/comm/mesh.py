@@ -5,7 +5,7 @@ collectives whose order relative to each other may differ between ranks (gradien
 parameters arrive when they are needed) must not share one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -24,7 +24,7 @@ from lightning_dist.comm.parts import join, part_of
 from lightning_dist.comm.rollcall import RollCall
 from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.comm.shared_mail import SharedCarrier
-from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.errors import ConfigurationError, PeerLostError
 from lightning_dist.core.layout import AXES, Layout
 from lightning_dist.core.split import Split
 from lightning_dist.core.stages import ring_bytes
@@ -105,7 +105,12 @@ class Axis:
             self._start_sum(flat, purpose=purpose, scale=1.0).wait()
         elif self.size > 1:
             self._book("all_reduce", purpose, flat, times=2)
-            dist.all_reduce(flat, _OPS[op], group=self.groups["reduce"])
+            if memory := self.shared.get("reduce"):
+                everyone = flat.new_empty(self.size, flat.numel())
+                memory.pieces(flat.reshape(-1), everyone.unbind()).wait()
+                flat.copy_(_OPS[op].along(everyone, 0).view_as(flat))
+            else:
+                dist.all_reduce(flat, _OPS[op].of_backends, group=self.groups["reduce"])
         return flat
 
     def start_total_parts(self, whole: Tensor, dim: int, split: Split, *, purpose: str) -> tuple[Pending, Tensor]:
@@ -150,7 +155,10 @@ class Axis:
         """``flat = flat of the axis rank source``, in place and finished on return."""
         if self.size > 1:
             self.ledger.record(self.name, "broadcast", purpose, flat.numel() * flat.element_size())
-            dist.broadcast(flat, group=self.groups["gather"], group_src=source)
+            if memory := self.shared.get("gather"):
+                memory.broadcast(flat.view(-1), source).wait()
+            else:
+                dist.broadcast(flat, group=self.groups["gather"], group_src=source)
         return flat
 
     def collect(self, piece: Tensor, sizes: Sequence[int], *, purpose: str, out: Tensor | None) -> None:
@@ -165,10 +173,15 @@ class Axis:
             assert out is not None
             out.copy_(piece)
             return
+        if self.rank and piece.numel():
+            self.ledger.record(self.name, "collect", purpose, piece.numel() * piece.element_size())
+        if memory := self.shared.get("gather"):
+            parts = None if out is None else torch.split(out, list(sizes))
+            memory.pieces(piece.reshape(-1), parts).wait()
+            return
         group = self.groups["gather"]
         if self.rank:
             if piece.numel():
-                self.ledger.record(self.name, "collect", purpose, piece.numel() * piece.element_size())
                 dist.send(piece.contiguous(), group=group, group_dst=0)
             return
         assert out is not None
@@ -183,7 +196,13 @@ class Axis:
         self.ledger.record(self.name, collective, purpose, sent)
 
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+@dataclass(frozen=True)
+class _Op:
+    along: Callable[[Tensor, int], Tensor]
+    of_backends: dist.ReduceOp.RedOpType
+
+
+_OPS = {"max": _Op(torch.amax, dist.ReduceOp.MAX), "min": _Op(torch.amin, dist.ReduceOp.MIN)}
 
 
 def _others(tensor: Tensor, dim: int) -> int:
@@ -236,21 +255,58 @@ class Mesh:
 
         It stays for as long as the mesh, and no allocator of the process counts it.
         """
-        axes = {id(axis): axis for axis in self.axes.values()}.values()  # the world may be one of the others
-        channels = [self.rollcall.shared, *(memory for axis in axes for memory in axis.shared.values())]
-        arenas = [memory.arena for memory in channels if memory is not None]
-        for carrier in (axis.mail.carrier for axis in axes if axis.mail is not None):
+        arenas = [memory.arena for memory in self._channels]
+        for carrier in self._carriers:
             arenas += carrier.arenas.values() if isinstance(carrier, SharedCarrier) else ()
         return sum(arena.written_bytes for arena in arenas)
+
+    @property
+    def _channels(self) -> list[SharedMemory]:
+        """All that go through shared memory; an axis that spans the world is there under two names."""
+        axes = {id(axis): axis for axis in self.axes.values()}.values()
+        channels = [memory for axis in axes for memory in axis.shared.values()]
+        return channels if self.rollcall.shared is None else [self.rollcall.shared, *channels]
+
+    @property
+    def _carriers(self) -> list[Carrier]:
+        return [axis.mail.carrier for name, axis in self.axes.items() if axis.mail is not None and name in WITH_MAIL]
 
     def abort(self, reason: str) -> None:
         """This rank has failed: all that wait in shared memory, or begin to, raise PeerLostError with this reason.
 
-        The mesh stays aborted, on all ranks; only the first reason counts. Where there is no shared memory nothing
-        happens: peers on backends hear of it when this process ends.
+        The mesh stays aborted, on all ranks, until they `recover`; only the first reason counts. Where there is no
+        shared memory nothing happens: peers on backends hear of it when this process ends.
         """
         if self.alarm is not None:
             self.alarm.ring(reason)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a rank has failed since the mesh was made or has recovered."""
+        return self.alarm is not None and self.alarm.rings
+
+    def recover(self) -> bool:
+        """After a failure, once every rank has left what it was doing: go on as a new mesh would. Collective.
+
+        Returns:
+            Whether what was under way is forgotten. Backends cannot forget: over them, False.
+
+        Raises:
+            PeerLostError: a rank has died; or messages are under way on a backend.
+        """
+        forgotten = self.alarm is not None
+        self.rollcall.meet()
+        for memory in self._channels:
+            memory.forget()
+        clear = [carrier.forget() for carrier in self._carriers]
+        if self.alarm is not None:
+            self.alarm.silence()
+        if not all(self.rollcall.meet(all(clear))):
+            raise PeerLostError(
+                "messages of a step that failed are still under way, and what travels over a backend cannot be called "
+                "back: start all ranks again"
+            )
+        return forgotten
 
     @classmethod
     def from_world(

@@ -11,6 +11,7 @@ gathers than its peers, so whoever hears a request while waiting somewhere else 
 then announces itself again. A mismatch is an error only when the places cannot be brought together this way.
 """
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from lightning_dist.comm.board import Terms
 from lightning_dist.comm.collectives import all_gather_single
 from lightning_dist.comm.ledger import Ledger
+from lightning_dist.comm.neighbours import said_by_all
 from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.core.errors import PeerLostError, RankMismatchError
 
@@ -147,17 +149,26 @@ class RollCall:
         """Every rank's picklable object, in rank order. All ranks must be known to be here."""
         if self.group is None:
             return [obj] * self.size
-        said: list[object] = [None] * self.size
-        dist.all_gather_object(said, obj, group=self.group)
-        return said
+        if self.shared is None:
+            return said_by_all(obj, self.group)
+        mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = mine.numel()
+        self.shared.all_gather(sizes).wait()
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        self.shared.pieces(mine, parts).wait()
+        return [pickle.loads(part.numpy().data) for part in parts]
+
+    def meet(self, obj: object = None) -> list[object]:
+        """As `exchange`, but never through shared memory: it works after a mesh was aborted."""
+        return [obj] * self.size if self.group is None else said_by_all(obj, self.group)
 
     def broadcast(self, obj: object, source: int = 0) -> object:
         """The picklable object of one rank. All ranks must be known to be here."""
         if self.group is None:
             return obj
-        said = [obj if self.rank == source else None]
-        dist.broadcast_object_list(said, group=self.group, group_src=source)
-        return said[0]
+        said = self.exchange(obj if self.rank == source else None)[source]
+        return obj if self.rank == source else said
 
     def _hear(self, place: Place, answer: int) -> tuple[list[int], list[int]]:
         mine = torch.tensor([int(place), answer], dtype=torch.int64)

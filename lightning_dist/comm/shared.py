@@ -12,6 +12,8 @@ read the peers' arenas. What is said goes through a small *board* that all ranks
     all-gather       copy own chunk in | wait started   | copy the peers' chunks out          | finished
     reduce-scatter   copy chunks in    | wait started   | add up own chunk from all arenas    | finished
     all-reduce       copy all in       | wait started   | as reduce-scatter, chunk back in, wait reduced, copy out
+    broadcast        source: copy in   | wait started   | others: copy out                    | finished
+    pieces           copy own piece in | wait started   | copy those wanted out               | finished
 
 To start an operation never waits: an arena that is full grows, and the peers map the new segment when they come to read
 it. So operations may be started in the middle of anything. Sums are made in rank order, so all ranks get the same bits.
@@ -102,6 +104,30 @@ class SharedMemory:
 
         return Pending((), finish)
 
+    def broadcast(self, flat: Tensor, source: int) -> Pending:
+        """Start ``flat = flat of a rank``."""
+        sent = self._publish([flat] if self.rank == source else [flat[:0]])
+
+        def finish() -> None:
+            self._wait(STARTED, sent)
+            if self.rank != source:
+                flat.copy_(self._read(sent, source, 0, flat))
+            self._finished(sent)
+
+        return Pending((), finish)
+
+    def pieces(self, piece: Tensor, parts: Sequence[Tensor] | None) -> Pending:
+        """Start to copy every rank's flat piece into this rank's `parts`, in rank order; None takes none of them."""
+        sent = self._publish([piece])
+
+        def finish() -> None:
+            self._wait(STARTED, sent)
+            for peer, part in enumerate(parts or ()):
+                part.copy_(piece if peer == self.rank else self._read(sent, peer, 0, part))
+            self._finished(sent)
+
+        return Pending((), finish)
+
     def all_reduce(self, flat: Tensor, *, scale: float) -> Pending:
         """See `collectives.all_reduce`; in place."""
         sent = self._publish([flat])
@@ -136,6 +162,14 @@ class SharedMemory:
         for peer, chunk in enumerate(chunks):
             if peer != self.rank:
                 chunk.copy_(self._read(sent, peer, bounds[peer], chunk))
+
+    def forget(self) -> None:
+        """Operations that were started here count no more. For all ranks between two barriers; see `Mesh.recover`."""
+        self.rows[:COUNTERS, self.rank] = 0
+        for number in range(self.freed + 1, self.count + 1):
+            self.arena.take_back(number)
+        self.done.clear()
+        self.count = self.freed = 0
 
     # Sending and reading --------------------------------------------------------------------------------------
 

@@ -110,6 +110,17 @@ class SharedCarrier:
     def flush(self) -> None:
         """See `Carrier`; what was sent lies in shared memory, so there is nothing to wait for."""
 
+    def forget(self) -> bool:
+        """See `Carrier`."""
+        for (peer, name), line in self.outgoing.items():
+            for number in range(line.freed + 1, line.count + 1):
+                self.arenas[peer].take_back((name, number))
+            line.numbers[SENT] = line.count = line.freed = 0
+        for line in self.incoming.values():
+            line.numbers[TAKEN] = line.count = 0
+            line.done.clear()
+        return True
+
     # The sender's end -----------------------------------------------------------------------------------------
 
     def _lend(self, num_bytes: int, note: int, peer: int, name: str) -> tuple[Tensor, int]:

@@ -87,6 +87,7 @@ class DistributedStrategy(ParallelStrategy):
         self._keep_freed_memory = keep_freed_memory
         self._num_nodes = 1
         self._mesh: Mesh | None = None
+        self._failed = False  # the last run, on this rank
 
     # Ranks ----------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,14 @@ class DistributedStrategy(ParallelStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = Mesh.from_world(self.layout(), self.root_device, timeout=self._timeout.total_seconds())
+        elif self._failed or self._mesh.aborted:
+            self._recover(self._mesh)
         _one_line_for_lost_peers()
+
+    def _recover(self, mesh: Mesh) -> bool:
+        """Begin anew with the ranks of a run that failed; whether what was under way is forgotten."""
+        self._failed = False
+        return mesh.recover()
 
     @override
     def model_to_device(self) -> None:
@@ -179,6 +187,7 @@ class DistributedStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Ranks that wait for this one stop at once and say why, unless all ranks have raised this together."""
+        self._failed = True
         if self._mesh is not None and not isinstance(exception, _TOGETHER):
             self._mesh.abort(f"{type(exception).__name__}: {exception}")
 

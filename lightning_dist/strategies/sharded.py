@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.core.errors import ConfigurationError, mixed_imports_hint
+from lightning_dist.comm import Mesh
+from lightning_dist.core.errors import ConfigurationError, RankMismatchError, mixed_imports_hint
 from lightning_dist.engine import clip_by_norm, grad_norm, grad_norms, materialize, place_buffers
 from lightning_dist.strategies import averaging, precision
 from lightning_dist.strategies.base import SharedSignal, choose
@@ -79,6 +80,7 @@ class ShardedStrategy(CheckpointingStrategy):
         self._engine: ZeroEngine | None = None
         self._sync = True
         self._said = ""
+        self._recovered = False  # from a failed run, and no step since
 
     @property
     def on_nonfinite(self) -> OnNonFinite:
@@ -114,6 +116,14 @@ class ShardedStrategy(CheckpointingStrategy):
         module = self.lightning_module
         if module is not None and module._trainer is not None:
             averaging.prepare(module.trainer, self.mesh, sharded=self.divides_parameters)
+
+    @override
+    def _recover(self, mesh: Mesh) -> bool:
+        forgotten = super()._recover(mesh)
+        if self._engine is not None and forgotten:
+            self._engine.forget()
+        self._recovered = True
+        return forgotten
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -184,6 +194,9 @@ class ShardedStrategy(CheckpointingStrategy):
 
     @override
     def process_dataloader(self, dataloader: Iterable[Any]) -> Iterable[Any]:  # type: ignore[override]
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._insist_on_one_state()
         return align(dataloader, self.mesh.rollcall, self.on_uneven)
 
     # Steps ----------------------------------------------------------------------------------------------------
@@ -214,12 +227,27 @@ class ShardedStrategy(CheckpointingStrategy):
             self._end_training_step()  # one without a backward may be open still (statistics for an average)
             with self.engine.step("eval"):
                 return run(*args, **kwargs)
+        self._insist_on_one_state()
         self._losses.begin_step()
         self.engine.begin_step("train")
         output = run(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:
             self._end_training_step()
         return output
+
+    def _insist_on_one_state(self) -> None:
+        """Ranks whose last run failed may have left off at different steps, each with its own part of the weights."""
+        if not self._recovered:
+            return
+        assert self.lightning_module is not None
+        self._recovered = False
+        steps = self.mesh.rollcall.exchange(self.lightning_module.trainer.global_step)
+        if len(set(steps)) > 1:
+            raise RankMismatchError(
+                f"the last run failed when ranks 0 to {len(steps) - 1} had made {steps} optimizer steps, so their "
+                "parts of the weights do not belong together: call trainer.fit(..., ckpt_path=...) to go on from a "
+                "checkpoint"
+            )
 
     def _end_training_step(self) -> None:
         if self.engine.in_step == "train":

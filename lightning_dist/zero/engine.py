@@ -212,6 +212,19 @@ class ZeroEngine:
         self.in_step = None
         self._release_all()
 
+    def forget(self) -> None:
+        """After `Mesh.recover`: nothing that a failed step has begun counts any more, its gradients among it; local."""
+        self.in_step = None
+        self.gatherer.in_backward = False
+        self.reducer.forget()
+        for unit in self.units:
+            unit.calls = unit.open_calls = unit.holds = 0
+        for group in self.groups:
+            group.forget_step()
+        self._held.clear()
+        self._release_idle()
+        self.pool.clear()
+
     def meet(self) -> None:
         """Go on once all ranks have ended this step: until then a rank may need others for a gather."""
         if self.row.parameter is Placement.SHARD:

@@ -178,6 +178,17 @@ class FlatGroup:
             guard.hide(slot.parameter, slot.stand_in)
         self.drop_computing_copy()
 
+    def forget_step(self) -> None:
+        """Drop a gather that was under way, and gradients; the ranks have met anew, see `Mesh.recover`."""
+        self.pending = Pending()
+        if self.residency is Residency.GATHERING:
+            for slot in self.slots:
+                guard.hide(slot.parameter, slot.stand_in)
+            self.drop_computing_copy()
+        for slot in self.slots:
+            slot.fragment.grad = slot.parameter.grad = None
+        self.forget_zeroed()
+
     def drop_computing_copy(self) -> None:
         """Free its storage; the parameters must have been hidden."""
         self.compute.untyped_storage().resize_(0)

@@ -79,13 +79,14 @@ class UnitHooks:
 
     def _before_forward(self, unit: Unit, inputs: object) -> None:
         engine = self.engine
+        self._contexts.append(None)  # `_after_forward` takes it away also where the rest of this fails
         if not self._in_backward:
             unit.calls += 1
         if self.sharded:
             engine.gatherer.need(unit)
         if torch.is_grad_enabled() and not self._in_backward:
             self._watch_inputs(unit, inputs)
-        self._contexts.append(self._save_context())
+        self._contexts[-1] = self._save_context()
 
     def _cast(self, unit: Unit, inputs: tuple[Any, Any]) -> tuple[Any, Any] | None:
         """In mixed precision, inputs in the masters' dtype become what the layer computes in."""

@@ -157,6 +157,11 @@ class Reducer:
         self._failed |= self.running
         self.running = False
 
+    def forget(self) -> None:
+        """The ranks have met anew; see `Mesh.recover`."""
+        self.running = self._failed = self.aside = False
+        self._in_flight.clear()
+
     def _settle(self) -> None:
         """Bring reductions to an end that a failed backward has left: peers have started them too, or none can go on.
 
