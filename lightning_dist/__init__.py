@@ -9,6 +9,7 @@ Importing this package registers its strategy names with Lightning::
 """
 
 from lightning_dist.strategies import (
+    HybridStrategy,
     PipelineParallelStrategy,
     ShardedStrategy,
     TensorParallelStrategy,
@@ -17,6 +18,13 @@ from lightning_dist.strategies import (
 )
 
 __version__ = "0.1.0"
-__all__ = ["PipelineParallelStrategy", "ShardedStrategy", "TensorParallelStrategy", "ZeROStrategy", "__version__"]
+__all__ = [
+    "HybridStrategy",
+    "PipelineParallelStrategy",
+    "ShardedStrategy",
+    "TensorParallelStrategy",
+    "ZeROStrategy",
+    "__version__",
+]
 
 register()

@@ -94,7 +94,7 @@ class FailsInBackward(Fails):
 
 
 def data(strategy: ShardedStrategy) -> Any:
-    layout = strategy.layout()
+    layout = strategy.layout
     return points(32, 8, replicas=layout.dp, replica=layout.coordinates(rank())["dp"])
 
 
@@ -123,7 +123,9 @@ def same(got: dict[str, Tensor], want: nn.Module) -> None:
 @ranks(2)
 @pytest.mark.parametrize("who", ["all", "last"])
 @pytest.mark.parametrize("place", ["step", "forward", "backward", "after backward"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("zero0", "zero2"))) for name in STRATEGIES]
+)
 def test_fitting_again_from_a_checkpoint(name: str, place: str, who: str, tmp_path: Path) -> None:
     """Nothing of the failed step is left: no message, no gather, no gradient, no released layer."""
     strategy = STRATEGIES[name]()

@@ -184,7 +184,7 @@ def test_a_warning_where_tp_is_larger_than_a_node() -> None:
     strategy.num_nodes = 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        layout = strategy.layout()
+        layout = strategy.layout
     assert (layout.dp, layout.tp) == (1, 2)
     told = [str(w.message) for w in caught]
     assert len(told) == (1 if strategy.global_rank == 0 else 0)

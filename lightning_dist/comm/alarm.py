@@ -6,15 +6,13 @@ The first rank that rings is the cause; what others say later follows from it. I
 (`Mesh.recover`).
 """
 
-import contextlib
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
 
-from lightning_dist.comm.arena import mapped, new_handle
-from lightning_dist.comm.neighbours import Neighbours, machine, said_by_all
+from lightning_dist.comm.machine_memory import MachineMemory
 from lightning_dist.core.errors import PeerLostError
 
 LETTERS = 1000
@@ -36,24 +34,10 @@ class Alarm:
     @classmethod
     def connect(cls, world: dist.ProcessGroup) -> "Alarm | None":
         """Join the ranks that share this rank's machine; None where no shared memory can be used. Collective."""
-        machines = said_by_all(machine(), world)
-        if None in machines:
+        memory = MachineMemory.connect(world, 8 + LETTERS)
+        if memory is None:
             return None
-        ranks = [rank for rank, other in enumerate(machines) if other == machines[world.rank()]]
-
-        def exchange(mine: object) -> list[object]:
-            said = said_by_all(mine, world)
-            return [said[rank] for rank in ranks]
-
-        me = ranks.index(world.rank())
-        neighbours: Neighbours | None = None
-        with contextlib.suppress(OSError):
-            neighbours = Neighbours.meet(me, len(ranks), exchange)
-        if not all(exchange(neighbours is not None)) or neighbours is None:
-            return None
-        memory = mapped(neighbours.share(lambda: new_handle((8 + LETTERS) * len(ranks)))).numpy()
-        rung = memory[: 8 * len(ranks)].view(np.int64)
-        return cls(world.rank(), ranks, rung, memory[rung.nbytes :].reshape(-1, LETTERS))
+        return cls(world.rank(), memory.ranks, memory.rows[:, :8].view(np.int64)[:, 0], memory.rows[:, 8:])
 
     def ring(self, reason: str) -> None:
         """Tell all that this rank has failed. Only the first call counts."""

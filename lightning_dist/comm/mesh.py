@@ -19,11 +19,13 @@ from lightning_dist.comm.backend_mail import BackendCarrier
 from lightning_dist.comm.board import Terms
 from lightning_dist.comm.collectives import Pending
 from lightning_dist.comm.ledger import Ledger
+from lightning_dist.comm.machine_memory import MachineMemory
 from lightning_dist.comm.mail import Carrier, FakeCarrier, Mail
 from lightning_dist.comm.parts import join, part_of
 from lightning_dist.comm.rollcall import RollCall
 from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.comm.shared_mail import SharedCarrier
+from lightning_dist.comm.watch import Watch
 from lightning_dist.core.errors import ConfigurationError, PeerLostError
 from lightning_dist.core.layout import AXES, Layout
 from lightning_dist.core.split import Split
@@ -32,13 +34,15 @@ from lightning_dist.core.stages import ring_bytes
 CHANNELS = ("gather", "reduce")
 WITH_MAIL = ("pp",)
 """Axes along which ranks send each other messages."""
+WITH_ROLL_CALL = ("tp",)
+"""Axes whose ranks alone announce to each other what other ranks of the world need not do."""
 
 
 @dataclass(frozen=True)
 class Axis:
     """One axis of the mesh as this rank sees it; all its traffic is booked in the ledger under its name.
 
-    `rollcall`, where there is one, is that of the world: reads that ranks might make alone are announced by it.
+    `rollcall` announces reads that ranks of the axis might make alone; where it has none of its own, to the world.
     `shared` holds the channels that go through shared memory; the others use the backend. `mail` carries messages from
     rank to rank, on an axis that has them and is longer than 1.
     """
@@ -264,8 +268,9 @@ class Mesh:
     def _channels(self) -> list[SharedMemory]:
         """All that go through shared memory; an axis that spans the world is there under two names."""
         axes = {id(axis): axis for axis in self.axes.values()}.values()
-        channels = [memory for axis in axes for memory in axis.shared.values()]
-        return channels if self.rollcall.shared is None else [self.rollcall.shared, *channels]
+        rollcalls = {id(call): call for call in (self.rollcall, *(axis.rollcall for axis in axes)) if call is not None}
+        announcing = [call.shared for call in rollcalls.values() if call.shared is not None]
+        return announcing + [memory for axis in axes for memory in axis.shared.values()]
 
     @property
     def _carriers(self) -> list[Carrier]:
@@ -325,7 +330,7 @@ class Mesh:
             raise ConfigurationError("no process group: call torch.distributed.init_process_group first")
         if layout.world_size != dist.get_world_size():
             raise ConfigurationError(
-                f"{layout} needs {layout.world_size} ranks but the world has {dist.get_world_size()}"
+                f"{layout!r} needs {layout.world_size} ranks but the world has {dist.get_world_size()}"
             )
         rank = dist.get_rank()
         ledger = Ledger()
@@ -334,16 +339,27 @@ class Mesh:
             device or torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
         talks = shared_memory and backend == "gloo" and layout.world_size > 1
-        alarm = Alarm.connect(dist.group.WORLD) if talks and dist.group.WORLD is not None else None
-        terms = Terms(timeout, alarm) if talks else None
+        alarm, watch = _make_watch(layout) if talks else (None, None)
+        terms = Terms(timeout, alarm, watch) if talks else None
         rollcall = RollCall.for_world(backend, ledger, terms)
         axes = {}
         for name in AXES:
             axes[name] = axis = _make_axis(name, layout, rank, backend, ledger, rollcall, terms)
+            if name in WITH_ROLL_CALL and 1 < axis.size < layout.world_size and backend != "fake":
+                axes[name] = replace(axis, rollcall=RollCall.over(_my_group(axis, layout, "gloo"), ledger, terms))
             if name in WITH_MAIL and axis.size > 1:
                 axes[name] = replace(axis, mail=_make_mail(axis, layout, device, terms))
         axes["world"] = _make_world(axes, layout, rank, backend, ledger, terms)
         return cls(layout, rank, device, axes, ledger, rollcall, alarm)
+
+
+def _make_watch(layout: Layout) -> tuple[Alarm | None, Watch | None]:
+    """What ranks in shared memory hear from those that fail, and see of those that wait. Collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    alarm = Alarm.connect(world)
+    memory = None if alarm is None else MachineMemory.connect(world, Watch.row_bytes(layout.world_size))
+    return alarm, None if alarm is None or memory is None else Watch(world.rank(), memory, alarm)
 
 
 def _make_axis(
@@ -371,21 +387,23 @@ def _connect(groups: dict[str, dist.ProcessGroup], terms: Terms | None) -> dict[
     return {channel: memory for channel, memory in joined.items() if memory is not None}
 
 
+def _my_group(axis: Axis, layout: Layout, backend: str) -> dist.ProcessGroup:
+    """A new group of the ranks of an axis. Collective over the world."""
+    made: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in layout.groups(axis.name)]
+    return made[layout.groups(axis.name).index(list(axis.ranks))]
+
+
 def _make_mail(axis: Axis, layout: Layout, device: torch.device, terms: Terms | None) -> Mail:
     """The mail of an axis of more than one rank. Collective over the world."""
-
-    def my_group(backend: str) -> dist.ProcessGroup:
-        made: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in layout.groups(axis.name)]
-        return made[layout.groups(axis.name).index(list(axis.ranks))]
 
     carrier: Carrier | None = None
     if axis.backend == "fake":
         carrier = FakeCarrier()
     else:
-        gloo = my_group("gloo")
+        gloo = _my_group(axis, layout, "gloo")
         carrier = None if terms is None else SharedCarrier.connect(gloo, terms)
         if carrier is None:
-            new_group = None if axis.backend == "gloo" else lambda: my_group(axis.backend)
+            new_group = None if axis.backend == "gloo" else lambda: _my_group(axis, layout, axis.backend)
             carrier = BackendCarrier.connect(gloo, device, new_group)
     return Mail(axis.name, axis.rank, axis.size, carrier, axis.ledger)
 

@@ -12,7 +12,8 @@ then announces itself again. A mismatch is an error only when the places cannot 
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NoReturn
@@ -25,6 +26,7 @@ from lightning_dist.comm.collectives import all_gather_single
 from lightning_dist.comm.ledger import Ledger
 from lightning_dist.comm.neighbours import said_by_all
 from lightning_dist.comm.shared import SharedMemory
+from lightning_dist.comm.watch import Watch
 from lightning_dist.core.errors import PeerLostError, RankMismatchError
 
 
@@ -82,7 +84,7 @@ _WORDS = {
 
 @dataclass
 class RollCall:
-    """Announces places over all ranks of the world; always on the CPU, so no device stream waits for it.
+    """Announces places over all ranks of the world (or of an axis); always on the CPU, so no device stream waits.
 
     `help_gather` is called with the numbers of the units that other ranks ask for while this one waits.
     """
@@ -93,6 +95,7 @@ class RollCall:
     ledger: Ledger
     help_gather: Callable[[list[int]], None] | None = None
     shared: SharedMemory | None = None
+    watch: Watch | None = None
 
     @classmethod
     def for_world(cls, backend: str, ledger: Ledger, terms: Terms | None = None) -> "RollCall":
@@ -104,9 +107,14 @@ class RollCall:
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1 or backend == "fake":
             return cls(None, size, rank, ledger)
-        group = dist.new_group(backend="gloo")
+        return cls.over(dist.new_group(backend="gloo"), ledger, terms)
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, ledger: Ledger, terms: Terms | None = None) -> "RollCall":
+        """A roll call over the ranks of a gloo group."""
         shared = None if terms is None else SharedMemory.connect(group, terms)
-        return cls(group, size, rank, ledger, shared=shared)
+        watch = None if terms is None else terms.watch
+        return cls(group, group.size(), group.rank(), ledger, shared=shared, watch=watch)
 
     def ask(self, place: Place, answer: int = 0, *, what: str = "") -> list[int]:
         """Every rank's `answer`, in rank order, once all of them are at `place` (at GATHER: all units asked for).
@@ -121,7 +129,7 @@ class RollCall:
         if self.group is None:
             return [answer] * self.size
         while True:
-            places, answers = self._hear(place, answer)
+            places, answers = self._hear(place, answer, what)
             if all(other == place for other in places):
                 return answers
             wanted = {a for other, a in zip(places, answers, strict=True) if other == Place.GATHER}
@@ -170,16 +178,19 @@ class RollCall:
         said = self.exchange(obj if self.rank == source else None)[source]
         return obj if self.rank == source else said
 
-    def _hear(self, place: Place, answer: int) -> tuple[list[int], list[int]]:
+    def _hear(self, place: Place, answer: int, what: str) -> tuple[list[int], list[int]]:
         mine = torch.tensor([int(place), answer], dtype=torch.int64)
         heard = torch.empty(2 * self.size, dtype=torch.int64)
         self.ledger.record("world", "all_gather", "rollcall", 16 * (self.size - 1))
         try:
             if self.shared is not None:
                 heard[2 * self.rank : 2 * self.rank + 2] = mine
-                self.shared.all_gather(heard).wait()
+                with self._waiting_at(f"{place.words} {what}".strip()):
+                    self.shared.all_gather(heard).wait()
             else:
                 all_gather_single(heard, mine, group=self.group)
+        except RankMismatchError:
+            raise  # it says where all are
         except PeerLostError as error:
             raise PeerLostError(f"rank {self.rank} is {place.words} and {error}") from error
         except RuntimeError as error:
@@ -187,6 +198,18 @@ class RollCall:
                 f"rank {self.rank} stops {place.words}: another rank failed or died (see its own traceback)"
             ) from error
         return heard[0::2].tolist(), heard[1::2].tolist()
+
+    @contextmanager
+    def _waiting_at(self, words: str) -> Iterator[None]:
+        """Where this rank says it is, should others ask; see `watch`."""
+        if self.watch is None:
+            yield
+            return
+        self.watch.place = words
+        try:
+            yield
+        finally:
+            self.watch.place = ""
 
     def call(self, place: Place, detail: int = 0, *, what: str = "") -> None:
         """Insist that all ranks are at the same place with the same `detail`.

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.core.shard import cut_of
+
 
 def _getters(names: Iterable[str]) -> set[object]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
@@ -101,6 +103,12 @@ def shape_of_piece(tensor: Tensor) -> torch.Size:
     """The shape of what this rank holds."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.shape
+
+
+def seen_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape that user code sees of a parameter, wherever its values are and however they are cut."""
+    cut = cut_of(tensor)
+    return tuple(shape_of_piece(tensor)) if cut is None else cut.shape
 
 
 def without_answers(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lightning_dist.core.errors import ReleasedParameterError
 from lightning_dist.core.shard import home_of
 from lightning_dist.params.fragment import asked_for_identity
-from lightning_dist.params.questions import CLASS, QUESTIONS, SHAPE_QUESTIONS
+from lightning_dist.params.questions import CLASS, QUESTIONS, SHAPE_QUESTIONS, seen_shape
 from lightning_dist.pipeline.fakes import Fakes
 from lightning_dist.pipeline.homes import is_here
 
@@ -38,13 +38,13 @@ class AbsentParameter(nn.Parameter):
     ) -> Any:
         """Answer questions; within a stage's run be a fake; elsewhere refuse."""
         kwargs = kwargs or {}
-        if func in QUESTIONS or func in SHAPE_QUESTIONS:
+        if func in SHAPE_QUESTIONS and isinstance(args[0], AbsentParameter):
+            return SHAPE_QUESTIONS[func](seen_shape(args[0]), *args[1:], **kwargs)
+        if func in QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
-            with torch._C.DisableTorchFunctionSubclass():
-                shape, dtype = tuple(args[0].shape), args[0].dtype
-            return f"Parameter(on another pipeline stage, shape={shape}, dtype={dtype})"
+            return f"Parameter(on another pipeline stage, shape={seen_shape(args[0])}, dtype={args[0].dtype})"
         if (same := asked_for_identity(func, args)) is not None:
             return same
         args, kwargs = pytree.tree_map_only(AbsentParameter, _stand_in, (args, kwargs))
@@ -72,6 +72,7 @@ def let_go(module: nn.Module, fakes: Fakes) -> int:
     for parameter, name in names.items():
         if is_here(parameter) or isinstance(parameter, AbsentParameter):
             continue
+        parameter.__class__ = nn.Parameter  # where it is cut, too: what is let go is this rank's part
         freed += parameter.numel()
         if parameter.is_meta:
             _leave_meta(parameter)

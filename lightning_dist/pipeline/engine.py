@@ -69,7 +69,9 @@ class PipelineEngine:
         split: the number of layers of each stage; by default balanced by estimated cost.
         place: which stages hold modules outside the chain; see `homes`.
         recompute: keep only the input of each layer for backward.
-        fill: gives values to parameters on the meta device, of those for which its argument is true.
+        fill: called when it is known which parameters live here (those for which its argument is true) and before the
+            others are let go: to give values to those on the meta device, or to divide parameters in other ways.
+        in_whole: see `StageView`.
 
     Raises:
         ConfigurationError: an argument that does not exist or does not fit; fewer layers than stages.
@@ -89,6 +91,7 @@ class PipelineEngine:
         place: Mapping[str, str] | None = None,
         recompute: bool = False,
         fill: Callable[[Callable[[nn.Parameter], bool]], object] | None = None,
+        in_whole: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         self.module, self.mesh = module, mesh
         pp = mesh.pp
@@ -109,7 +112,7 @@ class PipelineEngine:
             fill(homes.is_here)
         self.fakes = Fakes()
         self.freed = absent.let_go(module, self.fakes)
-        self.view = StageView(module, self.stages, self.fakes, recompute=recompute)
+        self.view = StageView(module, self.stages, self.fakes, recompute=recompute, in_whole=in_whole)
         self.executor = Executor(self.view, pp.rank, pp.mail)
         self.shared = [p for p in module.parameters() if homes.is_here(p) and homes.is_shared(p, pp.size)]
         self._scripts: dict[object, Script] = {}

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_dist.core.errors import UnsupportedModelError
+from lightning_dist.core.shard import cut_of
+from lightning_dist.params.questions import seen_shape
 
 _ORIGIN = "_lightning_dist_origin"
 
@@ -45,9 +47,12 @@ class Fakes:
         return fake
 
     def like(self, tensor: Tensor, origin: str, *, requires_grad: bool = False) -> Tensor:
-        """A new fake with the shape, strides, dtype and device of a tensor."""
+        """A new fake with the shape, strides, dtype and device of a tensor; of a parameter that is cut, whole."""
         with torch._C.DisableTorchFunctionSubclass(), self.mode, torch.no_grad():
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            if cut_of(tensor) is None:
+                fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            else:
+                fake = torch.empty(seen_shape(tensor), dtype=tensor.dtype, device=tensor.device)
         fake.requires_grad_(requires_grad)
         self.label(fake, origin)
         return fake

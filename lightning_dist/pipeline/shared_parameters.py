@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.shard import Home, home_of
+from lightning_dist.params.questions import shape_of_piece
 
 
 @contextmanager
@@ -65,5 +66,6 @@ def _by_home(parameters: Sequence[nn.Parameter], axis: Axis) -> dict[tuple[int, 
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    with torch.no_grad():
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    if parameter.grad is not None:
+        return parameter.grad.detach()
+    return torch.zeros(shape_of_piece(parameter), dtype=parameter.dtype, device=parameter.device)

@@ -47,6 +47,7 @@ class StageView:
         module: the whole module; parameters of other stages may be absent.
         stages: see `Stages`.
         recompute: keep only the input of each layer for backward and compute the layer again there.
+        in_whole: puts a tensor together of which each rank of a stage holds a part; anything else stays as it is.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class StageView:
         fakes: Fakes,
         *,
         recompute: bool = False,
+        in_whole: Callable[[Any], Any] = lambda value: value,
     ) -> None:
-        self.stages, self.fakes, self.recompute = stages, fakes, recompute
+        self.stages, self.fakes, self.recompute, self.in_whole = stages, fakes, recompute, in_whole
         self.passage = Passage(module, stages, fakes)
         outside = {parameter for part in self.passage.ahead for parameter in part.parameters()}
         self.inside = {
@@ -145,7 +147,7 @@ class StageView:
         if not script.checked:
             refuse_side_doors(returned, ends, self.inside)
             script.checked = True
-        return Outcome(None, returned)
+        return Outcome(None, pytree.tree_map(self.in_whole, returned))
 
     def _used_behind(self, name: str) -> StepShapeError:
         return StepShapeError(
@@ -170,7 +172,7 @@ class StageView:
         return leaf
 
     def _leaving(self, leaf: Leaf, leaves: Sequence[Any], index: int) -> Tensor:
-        tensor = leaves[leaf.position]
+        tensor = self.in_whole(leaves[leaf.position])
         name = self.stages.chain.names[index]
         if not isinstance(tensor, Tensor):
             raise StepShapeError(

@@ -132,9 +132,10 @@ class DistributedStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks that compute one replica together read the same samples."""
-        layout = self.layout()
+        layout = self.layout
         return {"num_replicas": layout.dp, "rank": layout.coordinates(self.global_rank)["dp"]}
 
+    @property
     def layout(self) -> Layout:
         """How the world is divided; subclasses override it."""
         return Layout(dp=self.num_nodes * self.num_processes)
@@ -170,7 +171,7 @@ class DistributedStrategy(ParallelStrategy):
         leave_at_exit()
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
-            self._mesh = Mesh.from_world(self.layout(), self.root_device, timeout=self._timeout.total_seconds())
+            self._mesh = Mesh.from_world(self.layout, self.root_device, timeout=self._timeout.total_seconds())
         elif self._failed or self._mesh.aborted:
             self._recover(self._mesh)
         _one_line_for_lost_peers()

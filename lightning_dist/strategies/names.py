@@ -6,7 +6,15 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.core.errors import MIXED_IMPORTS, ConfigurationError
-from lightning_dist.core.layout import PIPELINE_NAMES, STRATEGY_NAMES, TENSOR_NAMES, ZERO_NAMES, explain_unknown_name
+from lightning_dist.core.layout import (
+    HYBRID_NAMES,
+    PIPELINE_NAMES,
+    STRATEGY_NAMES,
+    TENSOR_NAMES,
+    ZERO_NAMES,
+    explain_unknown_name,
+)
+from lightning_dist.strategies.hybrid import HybridStrategy
 from lightning_dist.strategies.pipeline import PipelineParallelStrategy
 from lightning_dist.strategies.tensor import TensorParallelStrategy
 from lightning_dist.strategies.zero import ZeROStrategy
@@ -28,6 +36,7 @@ def register() -> None:
         (ZERO_NAMES, ZeROStrategy, "ZeRO"),
         (TENSOR_NAMES, TensorParallelStrategy, "tensor parallelism"),
         (PIPELINE_NAMES, PipelineParallelStrategy, "a pipeline"),
+        (HYBRID_NAMES, HybridStrategy, "several kinds of parallelism at once,"),
     )
     for names, kind, words in kinds:
         for name, arguments in names.items():

@@ -12,6 +12,7 @@ The module is divided in place (`lightning_dist.pipeline`) before an engine take
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +24,13 @@ from typing_extensions import override
 
 from lightning_dist.core.errors import ConfigurationError, UnsupportedOptimizerError
 from lightning_dist.core.layout import Layout
-from lightning_dist.engine import materialize, place_buffers, size_words, step_bytes
-from lightning_dist.pipeline import PipelineEngine, PipelineReport, undivide
+from lightning_dist.engine import Plan, size_words, step_bytes
+from lightning_dist.pipeline import PipelineEngine, PipelineReport
 from lightning_dist.pipeline.schedule import Schedule
-from lightning_dist.strategies import precision
 from lightning_dist.strategies.loss_weight import WeighedStep
 from lightning_dist.strategies.replica import ReplicaStrategy, insist_on_ranks, number_of_replicas
 from lightning_dist.strategies.sharded import Loop
 from lightning_dist.strategies.step_state import Recorder, Snapshot, refuse_manual_optimization, replay
-from lightning_dist.strategies.whole import remember
-from lightning_dist.zero.refusals import refuse_unsupported
 
 
 class PipelineParallelStrategy(ReplicaStrategy):
@@ -83,7 +81,6 @@ class PipelineParallelStrategy(ReplicaStrategy):
             virtual_stages,
         )
         self.layers, self.split, self.place, self.recompute = layers, split, place, recompute
-        self._pipeline: PipelineEngine | None = None
         self._report: PipelineReport | None = None
         self._weighed = WeighedStep()
 
@@ -91,6 +88,7 @@ class PipelineParallelStrategy(ReplicaStrategy):
     def _settings(self) -> str:
         return f"pp={self.pp}, schedule={self.schedule!r}, num_microbatches={self.num_microbatches}"
 
+    @property
     @override
     def layout(self) -> Layout:
         world = self.num_nodes * self.num_processes
@@ -101,30 +99,33 @@ class PipelineParallelStrategy(ReplicaStrategy):
 
     @property
     def pipeline(self) -> PipelineEngine:
-        """The engine that divides the module; exists once the Trainer has set the strategy up."""
-        if self._pipeline is None:
-            raise ConfigurationError("the model is divided only after trainer.fit, validate, test or predict has begun")
-        return self._pipeline
+        """The engine that divides the module; exists once the Trainer has set the strategy up.
+
+        Raises:
+            ConfigurationError: it does not exist yet, or there are no stages.
+        """
+        engine = self.parallel.pipeline
+        if engine is None:
+            raise ConfigurationError(f"there are no stages: pp is 1 in {self.mesh.layout!r}")
+        return engine
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
-        refuse_manual_optimization(self.lightning_module)
+        if self._has_stages:
+            refuse_manual_optimization(self.lightning_module)
         super().setup(trainer)
 
-    @override
-    def _ready(self, module: "pl.LightningModule") -> None:
-        """Values come when it is known which layers this rank holds: what it does not hold is never made."""
-        precision.convert(self.precision_plugin, module, master_weights=self.master_weights)
+    @property
+    def _has_stages(self) -> bool:
+        """Whether steps run stage by stage; in a pipeline of one rank, too."""
+        return True
 
     @override
-    def _cut(self, module: "pl.LightningModule") -> None:
-        super()._cut(module)
-        if not any(parameter.is_meta for parameter in module.parameters()):
-            refuse_unsupported(module, self.root_device)  # while all values are here
-        self._pipeline = PipelineEngine(
-            module,
-            self.mesh,
+    def _plan(self) -> Plan:
+        return replace(
+            super()._plan(),
+            pipelined=self._has_stages,
             num_micro_batches=self.num_microbatches,
             schedule=self.schedule,
             virtual_stages=self.virtual_stages,
@@ -132,14 +133,11 @@ class PipelineParallelStrategy(ReplicaStrategy):
             split=self.split,
             place=self.place,
             recompute=self.recompute == "full",
-            fill=lambda here: materialize(module, here),
         )
-        place_buffers(module, self.root_device)
-        remember(module, undivide)
 
     @override
     def _adopt(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, LBFGS):
+        if self._has_stages and isinstance(optimizer, LBFGS):
             raise UnsupportedOptimizerError(
                 "LBFGS takes inner products over all parameters and runs the model several times in a step; in a "
                 "pipeline no rank holds all of them. Use an optimizer that updates each parameter by itself (AdamW)"
@@ -158,6 +156,9 @@ class PipelineParallelStrategy(ReplicaStrategy):
 
     @override
     def _step(self, loop: Loop, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._has_stages:
+            return super()._step(loop, run, args, kwargs)
+
         def pipelined(batch: Any, *rest: Any, **named: Any) -> Any:
             return self._run_schedule(loop, lambda part: run(part, *rest, **named), batch)
 
@@ -183,9 +184,9 @@ class PipelineParallelStrategy(ReplicaStrategy):
             "share": lambda shares: (recorder.logged(shares), snapshot.changes()),
             "without_traces": without_traces,
         }
-        with recorder.recording():
+        with recorder.recording(), self.parallel.stage_gathered():
             if loop == "training":
-                with self.engine.aside.keep():
+                with self.parallel.gradients_aside():
                     result = pipeline.forward_backward(step, batch, scale=self._scale(module, batch), **hooks)
             else:
                 result = pipeline.forward(step, batch, **hooks)
@@ -207,7 +208,10 @@ class PipelineParallelStrategy(ReplicaStrategy):
 
     @override
     def _backward(self, loss: Tensor, run: Callable[[], object]) -> None:
-        self.engine.backward(loss, sync=self._sync, run=self.engine.aside.hand_over)
+        if not self._has_stages:
+            super()._backward(loss, run)
+            return
+        self.parallel.hand_over(sync=self._sync)
         if self._sync:
             self._weighed.close(self.engine)
 
@@ -215,7 +219,7 @@ class PipelineParallelStrategy(ReplicaStrategy):
 
     def on_train_end(self) -> None:
         """Collect the spans of the last step while all ranks are here."""
-        self._report = self.pipeline.report()
+        self._report = self.pipeline.report() if self._has_stages else None
 
     def timeline(self) -> PipelineReport:
         """The measured spans of the last training step, the bubble beside its formula, and a better split if any.

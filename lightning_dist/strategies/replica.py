@@ -24,6 +24,8 @@ from lightning_dist.comm import Place
 from lightning_dist.comm.world import is_world
 from lightning_dist.core.errors import ConfigurationError, RankMismatchError
 from lightning_dist.core.layout import AXES
+from lightning_dist.core.stages import Placement
+from lightning_dist.engine import Parallel
 from lightning_dist.strategies.metrics import count_ranks, count_replicas_once
 from lightning_dist.strategies.sharded import Loop, ShardedStrategy
 from lightning_dist.strategies.whole import remember
@@ -34,7 +36,7 @@ BATCHES_COMPARED = 3
 
 
 class ReplicaStrategy(ShardedStrategy):
-    """See the module docstring. A subclass divides the module over the ranks of a replica in its `_cut`.
+    """See the module docstring. A subclass says in its `_plan` how a replica's ranks divide the module.
 
     Args:
         check_replicas_every: every so many optimizer steps, insist that parameters which ranks of a replica hold in
@@ -51,9 +53,11 @@ class ReplicaStrategy(ShardedStrategy):
     # Setup ----------------------------------------------------------------------------------------------------
 
     @override
-    def _cut(self, module: "pl.LightningModule") -> None:
+    def _parallelize(self, module: "pl.LightningModule") -> Parallel:
+        parallel = super()._parallelize(module)
         count_replicas_once(module, self.mesh)
         remember(module, count_ranks)
+        return parallel
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -135,13 +139,14 @@ class ReplicaStrategy(ShardedStrategy):
         Raises:
             RankMismatchError: naming the first parameter that differs.
         """
-        held = {_identity(slot): slot for slot in self.engine.slots.values() if slot.group.here}
+        sharded = self.engine.row.parameter is Placement.SHARD
+        held = {_identity(slot, sharded=sharded): slot for slot in self.engine.slots.values() if slot.group.here}
         rollcall, replicas = self.mesh.rollcall, self.mesh.layout.replicas()
         rollcall.call(Place.AGREE, what="on parameters that they hold in common")
         names: list[Any] = rollcall.exchange(list(held))
         elsewhere = {name for rank in replicas[self.mesh.dp.rank] if rank != self.mesh.rank for name in names[rank]}
         said: list[Any] = rollcall.exchange(
-            {name: _crc(slot.parameter) for name, slot in held.items() if name in elsewhere}
+            {name: _crc(self._resting(slot)) for name, slot in held.items() if name in elsewhere}
         )
         for ranks in replicas:
             for name in dict.fromkeys(name for rank in ranks for name in said[rank]):
@@ -152,6 +157,11 @@ class ReplicaStrategy(ShardedStrategy):
                         f"(after {self._steps} optimizer steps): its gradients differed. Does the module draw random "
                         "numbers, read the rank, or depend on anything else that differs between these ranks?"
                     )
+
+    def _resting(self, slot: Slot) -> Tensor:
+        """What this rank holds of a parameter between steps: of a sharded one its range, as the rest of a replica."""
+        sharded = self.engine.row.parameter is Placement.SHARD
+        return slot.group.piece(slot.group.owned, slot) if sharded else slot.parameter
 
 
 def insist_on_ranks(name: str, size: int | None) -> None:
@@ -176,9 +186,15 @@ def number_of_replicas(name: str, size: int, world: int) -> int:
     return world // size
 
 
-def _identity(slot: Slot) -> str:
-    """The same on all ranks that hold the same values."""
-    return slot.name if slot.cut is None else f"part {slot.cut.rank} of {slot.name}"
+def _identity(slot: Slot, *, sharded: bool) -> str:
+    """The same on all ranks that hold the same values.
+
+    Ranges of a sharded parameter need not be the same on tensor-parallel peers, where other parameters of the unit are
+    cut unevenly; what only overlaps is not compared.
+    """
+    name = slot.name if slot.cut is None else f"part {slot.cut.rank} of {slot.name}"
+    spec = slot.group.spec(slot)
+    return f"elements {spec.start} to {spec.stop} of {name}" if sharded else name
 
 
 def _digest(batch: Any) -> int:

@@ -11,18 +11,18 @@ What happens when, in Lightning's loop::
 After `fit` the module stays sharded (under zero3 its weights do not fit one device by assumption): read it inside
 ``with trainer.strategy.gathered(module):``, or save it.
 
-A kind of parallelism is a subclass. It says how the world is divided (`layout`) and what its line at setup is, and may
-change what is done to the module (`_ready`, `_cut` and `_take_over`, in this order), a step (`_step`, which is handed
-what runs the module's method) and a backward (`_backward`, which is handed what runs autograd).
+A kind of parallelism is a subclass. It says how the world is divided (`layout`), what is to be done to the module
+(`_plan`, which `engine.parallelize` carries out) and what its line at setup is, and may change a step (`_step`, which
+is handed what runs the module's method) and a backward (`_backward`, which is handed what runs autograd).
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.trainer.states import TrainerFn
@@ -34,13 +34,13 @@ from typing_extensions import override
 
 from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, RankMismatchError, mixed_imports_hint
-from lightning_dist.engine import clip_by_norm, grad_norm, grad_norms, materialize, place_buffers
+from lightning_dist.engine import Parallel, Plan, clip_by_norm, grad_norm, grad_norms, parallelize, undo
 from lightning_dist.strategies import averaging, precision
 from lightning_dist.strategies.base import SharedSignal, choose
 from lightning_dist.strategies.checkpoints import CheckpointingStrategy, unwrapped
 from lightning_dist.strategies.loaders import OnUneven, align
 from lightning_dist.strategies.nonfinite import LossWatch, OnNonFinite
-from lightning_dist.strategies.whole import make_whole
+from lightning_dist.strategies.whole import make_whole, remember
 from lightning_dist.zero import ZeroEngine
 
 Loop = Literal["training", "validation", "testing", "prediction"]
@@ -77,7 +77,7 @@ class ShardedStrategy(CheckpointingStrategy):
         choose("checkpoint_format", checkpoint_format, ("full",))
         self.master_weights, self.on_uneven = master_weights, on_uneven
         self._losses = LossWatch(on_nonfinite)
-        self._engine: ZeroEngine | None = None
+        self._parallel: Parallel | None = None
         self._sync = True
         self._said = ""
         self._recovered = False  # from a failed run, and no step since
@@ -98,12 +98,17 @@ class ShardedStrategy(CheckpointingStrategy):
     # Setup ----------------------------------------------------------------------------------------------------
 
     @property
+    def parallel(self) -> Parallel:
+        """What was done to the module; exists once the Trainer has set the strategy up."""
+        if self._parallel is None:
+            raise ConfigurationError("the model is sharded only after trainer.fit, validate, test or predict has begun")
+        return self._parallel
+
+    @property
     @override
     def engine(self) -> ZeroEngine:
-        """The engine that shards the module; exists once the Trainer has set the strategy up."""
-        if self._engine is None:
-            raise ConfigurationError("the model is sharded only after trainer.fit, validate, test or predict has begun")
-        return self._engine
+        """The engine that holds the parameters; exists once the Trainer has set the strategy up."""
+        return self.parallel.zero
 
     @property
     def divides_parameters(self) -> bool:
@@ -120,8 +125,8 @@ class ShardedStrategy(CheckpointingStrategy):
     @override
     def _recover(self, mesh: Mesh) -> bool:
         forgotten = super()._recover(mesh)
-        if self._engine is not None and forgotten:
-            self._engine.forget()
+        if self._parallel is not None and forgotten:
+            self.engine.forget()
         self._recovered = True
         return forgotten
 
@@ -131,12 +136,12 @@ class ShardedStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         SharedSignal(trainer, self.mesh.rollcall).install()
-        if self._engine is None or self._engine.module is not self.lightning_module:
-            self._engine = self._shard(self.lightning_module)
+        if self._parallel is None or self._parallel.module is not self.lightning_module:
+            self._parallel = self._parallelize(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        precision.look_beyond_this_rank(self.precision_plugin, self._engine)
+        precision.look_beyond_this_rank(self.precision_plugin, self.engine)
         line = self._line()
         if line != self._said:
             rank_zero_info(line)
@@ -146,29 +151,20 @@ class ShardedStrategy(CheckpointingStrategy):
     def _line(self) -> str:
         """What is said once at setup."""
 
-    def _shard(self, module: "pl.LightningModule") -> ZeroEngine:
+    def _plan(self) -> Plan:
+        """What is to be done to the module."""
+        dtype = precision.compute_dtype(self.precision_plugin, master_weights=self.master_weights)
+        return Plan(self.mesh.layout, compute_dtype=dtype)
+
+    def _parallelize(self, module: "pl.LightningModule") -> Parallel:
         previous = ZeroEngine.of(module)
         if previous is not None:
             previous.remove()
         make_whole(module)
-        self._ready(module)
-        self._cut(module)
-        return self._take_over(
-            module, precision.compute_dtype(self.precision_plugin, master_weights=self.master_weights)
-        )
-
-    def _ready(self, module: "pl.LightningModule") -> None:
-        """Bring a whole module into the dtype of the flag, with values where it has none; buffers go to the device."""
         precision.convert(self.precision_plugin, module, master_weights=self.master_weights)
-        materialize(module)
-        place_buffers(module, self.root_device)
-
-    def _cut(self, module: "pl.LightningModule") -> None:
-        """Where a module is divided in other ways before the engine takes over what is left; see `whole.remember`."""
-
-    def _take_over(self, module: "pl.LightningModule", compute_dtype: torch.dtype | None) -> ZeroEngine:
-        """The engine; here one that keeps copies on all data-parallel ranks."""
-        return ZeroEngine(module, self.mesh, stage=0, compute_dtype=compute_dtype)
+        parallel = parallelize(module, self._plan(), self.mesh)
+        remember(module, partial(undo, cuts=parallel.cuts))
+        return parallel
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
@@ -292,8 +288,8 @@ class ShardedStrategy(CheckpointingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._engine is not None:
-            self._engine.reducer.abort()
+        if self._parallel is not None:
+            self.engine.reducer.abort()
         super().on_exception(exception)
 
     @override
@@ -301,8 +297,8 @@ class ShardedStrategy(CheckpointingStrategy):
         """The module stays as it is, sharded, so that the next call of the Trainer goes on from it."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._engine is not None:
-            self._engine.in_step = None
+        if self._parallel is not None:
+            self.engine.in_step = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -7,7 +7,7 @@ share a replica must agree on is in `replica`.
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,11 +17,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_dist.core.layout import Layout
-from lightning_dist.engine import size_words, step_bytes
+from lightning_dist.engine import Plan, size_words, step_bytes
 from lightning_dist.strategies.replica import ReplicaStrategy, insist_on_ranks, number_of_replicas
-from lightning_dist.strategies.whole import remember
-from lightning_dist.tensor import Report, cut_module, uncut_module
-from lightning_dist.tensor.split_tensor import SplitTensor, whole
+from lightning_dist.tensor import in_whole
 
 
 class TensorParallelStrategy(ReplicaStrategy):
@@ -52,36 +50,38 @@ class TensorParallelStrategy(ReplicaStrategy):
         super().__init__(**kwargs)
         insist_on_ranks("tp", tp)
         self.tp, self.sequence_parallel, self.tp_plan = tp, sequence_parallel, tp_plan
-        self._report = Report()
 
     @override
     def _settings(self) -> str:
         return f"tp={self.tp}"
 
+    @property
     @override
     def layout(self) -> Layout:
         world, tp = self.num_nodes * self.num_processes, self.tp or self.num_processes
         replicas = number_of_replicas("tp", tp, world)
+        self._warn_of_slow_cuts(tp)
+        return Layout(dp=replicas, tp=tp)
+
+    def _warn_of_slow_cuts(self, tp: int) -> None:
         if tp > self.num_processes and self.num_nodes > 1 and self.global_rank == 0:
             warnings.warn(
                 f"tp={tp} is larger than a node ({self.num_processes} devices): every layer's activations cross the "
                 "link between nodes, twice forward and twice backward, which is mostly far slower than the one inside. "
                 "Use tp within a node and data or pipeline parallelism between nodes",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return Layout(dp=replicas, tp=tp)
 
     @override
-    def _cut(self, module: "pl.LightningModule") -> None:
-        super()._cut(module)
-        self._report = cut_module(module, self.mesh.tp, plan=self.tp_plan, sequence_parallel=self.sequence_parallel)
-        remember(module, partial(uncut_module, report=self._report))
+    def _plan(self) -> Plan:
+        return replace(super()._plan(), tp_plan=self.tp_plan, sequence_parallel=self.sequence_parallel)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
-        if self._report.whole:
-            names = ", ".join(self._report.whole[:8]) + (" ..." if len(self._report.whole) > 8 else "")
+        whole = [] if self.parallel.cuts is None else self.parallel.cuts.whole
+        if whole:
+            names = ", ".join(whole[:8]) + (" ..." if len(whole) > 8 else "")
             rank_zero_info(f"tp: these linears stay whole on every rank: {names}")
 
     @override
@@ -98,12 +98,8 @@ class TensorParallelStrategy(ReplicaStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predictions leave the step, so they leave it whole."""
-        return pytree.tree_map(_in_whole, super().predict_step(*args, **kwargs))
+        return pytree.tree_map(in_whole, super().predict_step(*args, **kwargs))
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return super().all_gather(_in_whole(tensor), group, sync_grads)
-
-
-def _in_whole(value: Any) -> Any:
-    return whole(value) if isinstance(value, SplitTensor) else value
+        return super().all_gather(in_whole(tensor), group, sync_grads)

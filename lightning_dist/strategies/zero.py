@@ -1,16 +1,14 @@
 """`ZeROStrategy`: ZeRO stages 0 to 3 under Lightning's Trainer; everything but the stage is in `sharded`."""
 
+from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from typing_extensions import override
 
 from lightning_dist.core.stages import stage_row
-from lightning_dist.engine import memory_line
+from lightning_dist.engine import Plan, memory_line
 from lightning_dist.strategies.base import choose
 from lightning_dist.strategies.sharded import ShardedStrategy
-from lightning_dist.zero import ZeroEngine
 from lightning_dist.zero.engine import Accumulate
 
 
@@ -50,15 +48,8 @@ class ZeROStrategy(ShardedStrategy):
         return self.stage == 3
 
     @override
-    def _take_over(self, module: "pl.LightningModule", compute_dtype: torch.dtype | None) -> ZeroEngine:
-        return ZeroEngine(
-            module,
-            self.mesh,
-            stage=self.stage,
-            compute_dtype=compute_dtype,
-            accumulate=self.accumulate,
-            prefetch_bytes=self.prefetch_bytes,
-        )
+    def _plan(self) -> Plan:
+        return replace(super()._plan(), zero=self.stage, accumulate=self.accumulate, prefetch_bytes=self.prefetch_bytes)
 
     @override
     def _line(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -78,7 +79,8 @@ def cut_module(
         cuts = [f"{names[p]} cut along dim {item.dim} as {item.split.parts}" for p, item in wanted.items()]
         insist_on_equal(cuts, axis.rollcall, "The ranks would cut the module differently: give all the same plan.")
     for tensor in (*names, *module.buffers()):
-        axis.broadcast(tensor.data, purpose="setup")
+        if not tensor.is_meta:  # of another stage
+            axis.broadcast(tensor.data, purpose="setup")
     for parameter, item in wanted.items():
         cut = cut_in_place(parameter, axis, item.dim, item.split)
         _refuse_old_graph(cut, names[parameter])
@@ -304,6 +306,8 @@ def _hook_experts(target: Target, axis: Axis) -> list[RemovableHandle]:
 
     def before(mod: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         cut = [parameter for parameter in mod.parameters() if isinstance(parameter, CutParameter)]
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            cut = []  # only shapes are asked for, and a pipeline's rehearsal has whole parameters
         in_parts.append(bool(cut))
         if not cut:
             return None

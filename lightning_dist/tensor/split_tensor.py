@@ -117,6 +117,11 @@ def whole(tensor: SplitTensor) -> Tensor:
     return pairs.collect(without_answers(tensor), lie.axis, lie.dim, lie.split)
 
 
+def in_whole(value: Any) -> Any:
+    """A value with its parts put together if it is a tensor of which ranks hold parts, anything else as it is."""
+    return whole(value) if isinstance(value, SplitTensor) else value
+
+
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 _FIRST = ("input", "tensor")
 

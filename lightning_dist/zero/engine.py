@@ -248,13 +248,13 @@ class ZeroEngine:
             for unit in self.units:
                 unit.release()
 
-    def backward(self, loss: Tensor, *, sync: bool = True, run: Callable[[], object] | None = None) -> None:
+    def backward(self, loss: Tensor | None, *, sync: bool = True, run: Callable[[], object] | None = None) -> None:
         """Backward of `loss`, with its gradients averaged over the ranks on return.
 
         Args:
             sync: False for a micro-batch that is followed by others: stages 0 and 1, and `accumulate="local"`, then
                 only sum locally.
-            run: how to run backward; ``loss.backward()`` by default.
+            run: how to run backward, whatever the loss is; ``loss.backward()`` by default.
         """
         self._insist_on_module()
         if self.in_step is None:
@@ -262,7 +262,11 @@ class ZeroEngine:
         self.reducer.begin(reducing=sync or self.shards_each_micro_batch)
         self.gatherer.in_backward = True
         try:
-            run() if run is not None else torch.autograd.backward(loss)
+            if run is not None:
+                run()
+            else:
+                assert loss is not None
+                torch.autograd.backward(loss)
         except BaseException:
             self.reducer.abort()
             raise

@@ -72,7 +72,7 @@ class FlatGroup:
         self.stale = False  # masters have changed since the computing copy was filled from them
         self.owned = self._take_over()
         self._make_fragments()
-        if row.parameter is Placement.SHARD and self.here:
+        if row.parameter is Placement.SHARD:
             self.release()
         self.gradient: Tensor | None = None  # local, whole: packed as it arrives
         self.reduced: Tensor | None = None  # the owned range, averaged over the ranks
@@ -146,6 +146,7 @@ class FlatGroup:
     def start_gather(self, *, purpose: str = "parameters") -> None:
         """Begin to fill the buffer with all ranks' owned ranges; collective."""
         if not self.here:
+            self.residency = Residency.GATHERING  # as where it lives: all ranks must ask for the same units
             return
         self.finish_gather()  # of an earlier request, if one is under way
         if self.residency is Residency.RELEASED:
@@ -162,15 +163,19 @@ class FlatGroup:
         """Wait for the values and show them in the parameters."""
         if self.residency is not Residency.GATHERING:
             return
+        self.residency = Residency.GATHERED
+        if not self.here:
+            return
         self.pending.wait()
         for slot, view in zip(self.slots, self.views, strict=True):
             guard.show(slot.parameter, view)
-        self.residency = Residency.GATHERED
 
     def release(self) -> None:
         """Free the computing copy; the parameters keep their metadata."""
         if self.residency is Residency.GATHERING:
             self.finish_gather()
+        if not self.here and self.row.parameter is Placement.SHARD:
+            self.residency = Residency.RELEASED
         if self.residency is Residency.RELEASED or not self.here:
             return
         self.notice_writes()
@@ -181,10 +186,12 @@ class FlatGroup:
     def forget_step(self) -> None:
         """Drop a gather that was under way, and gradients; the ranks have met anew, see `Mesh.recover`."""
         self.pending = Pending()
-        if self.residency is Residency.GATHERING:
+        if self.residency is Residency.GATHERING and self.here:
             for slot in self.slots:
                 guard.hide(slot.parameter, slot.stand_in)
             self.drop_computing_copy()
+        elif self.residency is Residency.GATHERING:
+            self.residency = Residency.RELEASED
         for slot in self.slots:
             slot.fragment.grad = slot.parameter.grad = None
         self.forget_zeroed()

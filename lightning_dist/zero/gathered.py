@@ -222,6 +222,7 @@ def _restore(group: FlatGroup, residency: Residency) -> None:
     if not group.here:
         for slot in group.slots:
             guard.show(slot.parameter, slot.stand_in)
+        group.release()
     elif group.row.parameter is Placement.SHARD:
         for slot in group.slots:
             guard.hide(slot.parameter, slot.stand_in)

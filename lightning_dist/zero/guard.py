@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_dist.core.errors import ReleasedParameterError, ShardedGradientError
 from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.params.fragment import asked_for_identity
-from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, own_class, shape_of_piece
+from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, own_class, seen_shape, shape_of_piece
 
 _SLOT = "_lightning_dist_slot"
 
@@ -47,11 +47,6 @@ _METADATA: set[object] = (QUESTIONS - {torch.Tensor.untyped_storage}) | {
 """What can be answered without values, apart from the shape."""
 
 
-def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    cut = cut_of(tensor)
-    return shape_of_piece(tensor) if cut is None else cut.shape
-
-
 class ReleasedParameter(nn.Parameter):
     """A parameter whose values rest sharded on all ranks."""
 
@@ -63,7 +58,7 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         parameter = args[0] if args else None
         if func in SHAPE_QUESTIONS and isinstance(parameter, Tensor):
-            return SHAPE_QUESTIONS[func](_whole_shape(parameter), *args[1:], **kwargs)
+            return SHAPE_QUESTIONS[func](seen_shape(parameter), *args[1:], **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -96,7 +91,7 @@ class ShardedGradient(Tensor):
     ) -> Any:
         """Answer questions about metadata; refuse to show values that are not there."""
         if func in SHAPE_QUESTIONS:
-            return SHAPE_QUESTIONS[func](_whole_shape(args[0]), *args[1:], **(kwargs or {}))
+            return SHAPE_QUESTIONS[func](seen_shape(args[0]), *args[1:], **(kwargs or {}))
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
