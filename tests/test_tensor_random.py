@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -198,3 +199,23 @@ def test_recompute_equals_one_process(recompute: str, sequence_parallel: bool, p
         assert_same(trainer, module, alone)
     else:
         assert module.losses == pytest.approx(alone.losses, rel=0.02)
+
+
+class DrawsOnRankZero(L.Callback):
+    """As a callback that logs a random sample does."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if rank() == 0:
+            torch.randperm(7)
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:since the last step only some ranks")
+def test_random_numbers_drawn_on_one_rank_do_not_part_the_copies() -> None:
+    strategy = TensorParallelStrategy(check_replicas_every=1)
+    trainer = trainer_on_ranks(strategy, max_epochs=1, callbacks=[DrawsOnRankZero()])
+    trainer.fit(LitDropping(), texts())
+    strategy.check_replicas()
+    states = strategy.mesh.rollcall.exchange(torch.random.get_rng_state().tolist())
+    assert trainer.global_step == 4
+    assert states[0] != states[1]  # after the last batch rank 0 has drawn once more

@@ -102,3 +102,21 @@ def test_a_cut_weight_that_one_rank_reads_alone() -> None:
     data = points(32, 8, replicas=layout.dp, replica=rank() // 2)
     said = stops(lambda: trainer.fit(ReadsAlone(), data))
     assert "reading values of which each tensor-parallel rank holds a part" in said
+
+
+class EachItsOwn(Small):
+    """Every rank looks at another weight of the same shape."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        if index == 1:
+            float(self.blocks[rank()][0].weight.norm())  # type: ignore[index, union-attr]
+        return loss
+
+
+@ranks(2)
+def test_ranks_that_read_different_weights_are_told_apart() -> None:
+    trainer = trainer_on_ranks(TensorParallelStrategy(tp_plan={"blocks.*.0": "colwise"}), max_epochs=1)
+    said = stops(lambda: trainer.fit(EachItsOwn(), points(32, 8)))
+    assert "for norm of blocks.0.0.weight [6, 6]" in said
+    assert "for norm of blocks.1.0.weight [6, 6]" in said

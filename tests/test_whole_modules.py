@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 
+from lightning_dist import PipelineParallelStrategy, ShardedStrategy, TensorParallelStrategy, ZeROStrategy
 from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, LightningDistError, UnsupportedModelError
 from lightning_dist.core.layout import Layout
@@ -322,3 +324,28 @@ def test_memory_between_steps_is_parameters_and_optimizer_state(stage: int, by: 
         n = world_size()
         rest = (4 * psi // n if stage == 3 else 4 * psi) + 8 * psi // n
         assert rest <= live_bytes() - before <= rest + 1000
+
+
+class WithExample(Regressor):
+    """The summary shows sizes of inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(3, 8, dtype=torch.float64)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["zero3", "tp", "pp"])
+def test_summary_with_an_example_input(strategy: str) -> None:
+    made: dict[str, ShardedStrategy] = {
+        "zero3": ZeROStrategy(3),
+        "tp": TensorParallelStrategy(tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}),
+        "pp": PipelineParallelStrategy(num_microbatches=2),
+    }
+    summary = ModelSummary(max_depth=2)
+    trainer = trainer_on_ranks(made[strategy], max_steps=1, enable_model_summary=True, callbacks=[summary])
+    module = WithExample()
+    trainer.fit(module, loader(alone=strategy != "zero3"))
+    assert module.example_input_array is not None
+    sizes = summary._summary(trainer, module).out_sizes
+    assert ("[3, 3]" in str(sizes)) == (strategy != "pp"), sizes

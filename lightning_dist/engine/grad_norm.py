@@ -56,14 +56,14 @@ def clip_by_value(pieces: Sequence[Piece], limit: float) -> None:
 
 
 def _gradients(pieces: Sequence[Piece]) -> list[Tensor]:
-    return [piece.slot.fragment.grad for piece in pieces if piece.slot.fragment.grad is not None]
+    return [piece.slot.gradient for piece in pieces if piece.slot.gradient is not None]
 
 
 def _powers(pieces: Sequence[Piece], norm_type: float, device: torch.device) -> Tensor:
     """``sum |g|^p / copies`` (or ``max |g|``) of each piece, float64."""
     values = [torch.zeros((), dtype=torch.float64, device=device)] * (len(pieces) or 1)
     for index, piece in enumerate(pieces):
-        gradient = piece.slot.fragment.grad
+        gradient = piece.slot.gradient
         if gradient is None or not gradient.numel():
             continue
         if norm_type == math.inf:

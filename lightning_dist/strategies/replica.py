@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -49,6 +50,7 @@ class ReplicaStrategy(ShardedStrategy):
         self.check_replicas_every = check_replicas_every
         self._compared: dict[str, int] = {}
         self._steps = 0
+        self._parted = False
 
     # Setup ----------------------------------------------------------------------------------------------------
 
@@ -86,11 +88,34 @@ class ReplicaStrategy(ShardedStrategy):
         if own is not None:
             torch.cuda.set_rng_state(own.cpu(), device)
 
+    def _agree_on_random_stream(self) -> None:
+        """Code that draws on some ranks only (a callback behind ``if rank == 0:``) must not part what they share."""
+        if not self.divides_parameters:
+            return
+        states = [torch.random.get_rng_state()]
+        if self.root_device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.root_device))
+        digest = 0
+        for state in states:
+            digest = zlib.crc32(state.numpy().data, digest)
+        said = self.mesh.rollcall.ask(Place.AGREE, digest, what="on their random numbers")
+        if all(len({said[rank] for rank in ranks}) == 1 for ranks in self.mesh.layout.replicas()):
+            return
+        self._share_random_stream()
+        if not self._parted:
+            self._parted = True
+            rank_zero_warn(
+                "since the last step only some ranks of a replica have drawn random numbers (in a callback, or behind "
+                "`if rank == 0:`). Dropout on what they hold in common must mask alike, so they go on with the numbers "
+                "of the first of them: the run is right, but not the one that it would have been without that draw"
+            )
+
     # Batches --------------------------------------------------------------------------------------------------
 
     @override
     def _step(self, loop: Loop, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._compare(loop, (args, kwargs))
+        self._agree_on_random_stream()
         return super()._step(loop, run, args, kwargs)
 
     def _compare(self, loop: Loop, batch: Any) -> None:

@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, RankMismatchError, mixed_imports_hint
 from lightning_dist.engine import Parallel, Plan, clip_by_norm, grad_norm, grad_norms, parallelize, undo
-from lightning_dist.strategies import averaging, precision
+from lightning_dist.strategies import averaging, model_summary, precision
 from lightning_dist.strategies.base import SharedSignal, choose
 from lightning_dist.strategies.checkpoints import CheckpointingStrategy, unwrapped
 from lightning_dist.strategies.loaders import OnUneven, align
@@ -136,6 +136,7 @@ class ShardedStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         SharedSignal(trainer, self.mesh.rollcall).install()
+        model_summary.prepare(trainer, whole=self.mesh.layout.pp == 1)
         if self._parallel is None or self._parallel.module is not self.lightning_module:
             self._parallel = self._parallelize(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:

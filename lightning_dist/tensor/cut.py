@@ -82,7 +82,7 @@ def cut_module(
         if not tensor.is_meta:  # of another stage
             axis.broadcast(tensor.data, purpose="setup")
     for parameter, item in wanted.items():
-        cut = cut_in_place(parameter, axis, item.dim, item.split)
+        cut = cut_in_place(parameter, axis, item.dim, item.split, name=names[parameter])
         _refuse_old_graph(cut, names[parameter])
         if sequence_parallel:
             cut.__dict__[SEQUENCE] = True

@@ -34,26 +34,32 @@ class CutParameter(SplitTensor, nn.Parameter):
         """A copy of this rank's part, cut alike."""
         with torch._C.DisableTorchFunctionSubclass():
             part = nn.Parameter(self.as_subclass(Tensor).detach().clone(), self.requires_grad)
-        copy = _dress(part, self.lie, self.__dict__[CUT])
+        copy = _dress(part, self.lie, self.__dict__[CUT], self.__dict__[WRITABLE])
         if isinstance(memo, dict):
             memo[id(self)] = copy
         return copy
 
 
-def cut_in_place(parameter: nn.Parameter, axis: Axis, dim: int, split: Split) -> CutParameter:
-    """Keep this rank's part of a whole parameter, whose values are the same on all ranks of `axis`."""
+def cut_in_place(
+    parameter: nn.Parameter, axis: Axis, dim: int, split: Split, *, name: str = "a parameter"
+) -> CutParameter:
+    """Keep this rank's part of a whole parameter, whose values are the same on all ranks of `axis`.
+
+    Args:
+        name: of the parameter in its module.
+    """
     known = cut_of(parameter)
     assert known is None
     shape = tuple(parameter.shape)
     part = part_of(parameter.detach(), dim, split, axis.rank).clone()
     parameter.data = part
-    return _dress(parameter, Lie(axis, dim, split), Cut(shape, dim, split, axis.rank))
+    return _dress(parameter, Lie(axis, dim, split), Cut(shape, dim, split, axis.rank), name)
 
 
-def _dress(parameter: nn.Parameter, lie: Lie, cut: Cut) -> CutParameter:
+def _dress(parameter: nn.Parameter, lie: Lie, cut: Cut, name: str) -> CutParameter:
     parameter.__dict__[LIE] = lie
     parameter.__dict__[CUT] = cut
-    parameter.__dict__[WRITABLE] = True
+    parameter.__dict__[WRITABLE] = name
     parameter.__dict__[CLASS] = CutParameter
     parameter.__class__ = CutParameter
     assert isinstance(parameter, CutParameter)

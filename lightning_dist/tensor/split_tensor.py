@@ -22,7 +22,8 @@ all ranks hold alike gets the whole gradient, the same on all of them.
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +154,7 @@ def on_the_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return func(without_answers(first), *args[1:], **kwargs)
     parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SplitTensor)]
     name = getattr(func, "__name__", str(func))
-    _announce(parts[0].lie.axis, name)
+    _announce(parts, name)
     out = kwargs.get("out")
     if isinstance(out, SplitTensor):
         copy = whole(out).detach().clone()
@@ -170,10 +171,13 @@ def on_the_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return result
 
 
-def _announce(axis: Axis, name: str) -> None:
-    """Perhaps only some ranks are about to collect parts."""
-    if axis.rollcall is not None:
-        axis.rollcall.call(Place.READ, what=f"for {name}")
+def _announce(parts: Sequence[SplitTensor], function: str) -> None:
+    """Perhaps only some ranks are about to collect parts, or each of them those of another tensor."""
+    rollcall = parts[0].lie.axis.rollcall
+    if rollcall is not None:
+        said = [(part.__dict__.get(WRITABLE, "a tensor"), whole_shape(part)) for part in parts]
+        words = ", ".join(f"{name} {list(shape)}" for name, shape in said)
+        rollcall.call(Place.READ, zlib.crc32(f"{function} {said}".encode()), what=f"for {function} of {words}")
 
 
 def _show_gradients(tensor: SplitTensor) -> None:
@@ -260,7 +264,10 @@ def _mention(name: str, tensor: SplitTensor) -> None:
 
 
 WRITABLE = "_lightning_dist_writable"
-"""Attribute of the parts of parameters, and of what shares their memory: writes through views of them must arrive."""
+"""Attribute of the parts of parameters, and of what shares their memory: writes through views of them must arrive.
+
+Its value is the parameter's name, the same on all ranks.
+"""
 
 
 @dataclass(eq=False)
@@ -274,7 +281,7 @@ class Collected:
     def follow(self, *, surely: bool) -> None:
         """Take over what was written into the source meanwhile; `surely` also where versions do not tell (`data`)."""
         if self.version != self.source._version or (surely and WRITABLE in self.source.__dict__):
-            _announce(self.source.lie.axis, "a view")
+            _announce([self.source], "a view")
             self.values.copy_(whole(self.source))
             self.version = self.source._version
 
@@ -326,7 +333,7 @@ def _still_writable(args: tuple[Any, ...], result: Any) -> None:
     if isinstance(first, SplitTensor) and WRITABLE in first.__dict__:
         for view in result if isinstance(result, tuple) else (result,):
             if isinstance(view, SplitTensor) and view is not first and _same_memory(view, first):
-                view.__dict__[WRITABLE] = True
+                view.__dict__[WRITABLE] = first.__dict__[WRITABLE]
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

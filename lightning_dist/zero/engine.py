@@ -104,6 +104,7 @@ class ZeroEngine:
         self.aside = Aside(self)
         self.adoption = Adoption(self)
         self.in_step: StepKind | None = None
+        self.writes_may_follow = False  # into fragments, before another forward of the same step
         self._held: list[Unit] = []
         self._loading = Loading(self)
         self._removed = False
@@ -124,6 +125,10 @@ class ZeroEngine:
         for unit in self.units:
             for caller in unit.callers:
                 self._handles += self._hooks.install(caller, unit)
+        in_root = {slot.parameter for unit in self.units if unit.name == ROOT for g in unit.groups for slot in g.slots}
+        for part in self.module.modules():
+            if not in_root.isdisjoint(part.parameters(recurse=False)):
+                self._handles.append(self._hooks.install_for_writes(part))
         for slot in self.slots.values():
             guard.own(slot.parameter, self)
             self._handles.append(self._hooks.watch(slot))
@@ -185,9 +190,7 @@ class ZeroEngine:
         self.in_step = kind
         self.forget_zeroed()
         self.notice_writes()
-        written = [group for group in self.groups if group.masters_written()]
-        if written:
-            self.refresh(written)
+        self.show_writes()
         self.buffers.sync()
         self.buffers.stale = kind == "train"  # also if no backward follows; see `backward` else
         self.gatherer.begin(kind)
@@ -206,6 +209,16 @@ class ZeroEngine:
         """Take over what user code wrote into parameters that are shown; local."""
         for group in self.groups:
             group.notice_writes()
+
+    def show_writes(self) -> None:
+        """What user code wrote into fragments (what an optimizer's groups hold) is shown; collective if it wrote."""
+        self.writes_may_follow = False
+        written = [group for group in self.groups if group.masters_written()]
+        if written:
+            self.refresh(written)
+        for unit in self.units:
+            if unit.residency is not Residency.RELEASED and any(group.shards_written() for group in unit.groups):
+                self.gatherer.gather_anew(unit)
 
     def end_step(self) -> None:
         """Leave a step: whatever is gathered is released."""
@@ -277,6 +290,7 @@ class ZeroEngine:
         self.pool.clear()
         self.buffers.stale = sync
         self._release_idle()
+        self.writes_may_follow = True
 
     # Values ---------------------------------------------------------------------------------------------------
 

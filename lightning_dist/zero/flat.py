@@ -121,7 +121,8 @@ class FlatGroup:
             piece = self.piece(self.owned, slot)
             if self.here and not self.sharded_state:
                 piece = piece.view(slot.shape)
-            slot.fragment = Fragment(piece, slot.parameter)
+            partial = slot.cut is not None or piece.numel() < slot.shape.numel()
+            slot.fragment = Fragment(piece, slot.parameter, partial=partial and self.here)
 
     def piece(self, owned: Tensor, slot: Slot) -> Tensor:
         """The part of a slot inside a tensor that covers the owned range; empty if there is none."""
@@ -149,7 +150,7 @@ class FlatGroup:
             self.residency = Residency.GATHERING  # as where it lives: all ranks must ask for the same units
             return
         self.finish_gather()  # of an earlier request, if one is under way
-        if self.residency is Residency.RELEASED:
+        if self.residency is Residency.RELEASED and self.compute.untyped_storage().nbytes() < self.num_bytes:
             self.compute.untyped_storage().resize_(self.num_bytes)
         self._own_chunk().copy_(self.owned)
         self._masters_agree()
@@ -198,7 +199,9 @@ class FlatGroup:
 
     def drop_computing_copy(self) -> None:
         """Free its storage; the parameters must have been hidden."""
-        self.compute.untyped_storage().resize_(0)
+        storage = self.compute.untyped_storage()
+        if storage.resizable():  # not where user code has made a NumPy array of a parameter, which lies in it
+            storage.resize_(0)
         self.residency = Residency.RELEASED
 
     def notice_writes(self) -> None:
@@ -219,7 +222,7 @@ class FlatGroup:
     def take_over_changes(self) -> None:
         """Masters follow the computing copy where it was written: elsewhere it is but a rounded image of them."""
         seen = self.compute[self.low : self.high]
-        if self.stale or self.masters_written() or self.owned.data_ptr() == seen.data_ptr():
+        if self.stale or self.masters_written() or self.shards_written() or self.owned.data_ptr() == seen.data_ptr():
             return
         with torch.no_grad():
             image = self.owned.to(seen.dtype)
@@ -235,6 +238,12 @@ class FlatGroup:
     def masters_written(self) -> bool:
         """Whether fragments were written in place, by other code than the optimizer; what is shown is then stale."""
         if self.row.parameter is Placement.SHARD or self.slots[0].fragment is self.slots[0].parameter or not self.here:
+            return False
+        return any(slot.fragment._version != slot.master_version for slot in self.slots)
+
+    def shards_written(self) -> bool:
+        """As `masters_written`, of a group that is gathered now."""
+        if self.row.parameter is not Placement.SHARD or not self.here:
             return False
         return any(slot.fragment._version != slot.master_version for slot in self.slots)
 

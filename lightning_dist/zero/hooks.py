@@ -58,6 +58,15 @@ class UnitHooks:
             module.register_forward_hook(ModuleHook(after), always_call=True),
         ]
 
+    def install_for_writes(self, module: nn.Module) -> RemovableHandle:
+        """Hook a module whose own parameters are always there in a step, so that its forward sees what was written."""
+
+        def before(_: nn.Module, __: Any) -> None:
+            if self.engine.writes_may_follow and not self._in_backward:
+                self.engine.show_writes()
+
+        return module.register_forward_pre_hook(ModuleHook(before))
+
     def watch(self, slot: Slot) -> RemovableHandle:
         """Hook a parameter, so that its gradients are taken as they come.
 
@@ -80,6 +89,8 @@ class UnitHooks:
     def _before_forward(self, unit: Unit, inputs: object) -> None:
         engine = self.engine
         self._contexts.append(None)  # `_after_forward` takes it away also where the rest of this fails
+        if engine.writes_may_follow and not self._in_backward:
+            engine.show_writes()
         if not self._in_backward:
             unit.calls += 1
         if self.sharded:

@@ -61,7 +61,7 @@ _REMEDY = (
 
 
 def _probe_group(optimizer: Optimizer, index: int) -> float:
-    sample = max(optimizer.param_groups[index]["params"], key=lambda p: p.ndim)
+    sample = max(optimizer.param_groups[index]["params"], key=lambda p: (p.numel() > 0, p.ndim))
     shape = (6, 4) + (1,) * (sample.ndim - 2) if sample.ndim >= 2 else (24,)
     values = torch.linspace(-1.0, 1.5, 24, dtype=sample.dtype, device=sample.device)
     gradients = [
@@ -113,6 +113,8 @@ def _like(value: Any, sample: Tensor, parameter: nn.Parameter) -> Any:
     """State that was made in the constructor, shaped for the stand-in."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    if value.shape != sample.shape or value.numel() == 0:
+    if value.shape != sample.shape:
         return value.clone()
+    if value.numel() == 0:  # of a fragment of which this rank holds nothing
+        return torch.zeros_like(parameter, dtype=value.dtype)
     return torch.full_like(parameter, float(value.reshape(-1)[0]), dtype=value.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_dist.comm.parts import part_of
 from lightning_dist.core.errors import LightningDistError
 from lightning_dist.core.shard import Cut, ShardSpec, cut_of
+from lightning_dist.params.fragment import Fragment
 from lightning_dist.params.questions import without_answers
 from lightning_dist.zero import guard
 
@@ -47,6 +48,12 @@ class Slot:
     def name(self) -> str:
         """The parameter's own name."""
         return self.names[0]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The fragment's gradient as a plain tensor."""
+        fragment = self.fragment
+        return fragment.own_gradient if isinstance(fragment, Fragment) else fragment.grad
 
     @property
     def cut(self) -> Cut | None:

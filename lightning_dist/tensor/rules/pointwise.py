@@ -67,7 +67,7 @@ def data_of(func: Any, args: Args, kwargs: Kwargs) -> Any:
     part = without_answers(args[0])
     data = split_tensor(part.detach() if func is not DATA else part.data, args[0].lie)
     if WRITABLE in args[0].__dict__:
-        data.__dict__[WRITABLE] = True
+        data.__dict__[WRITABLE] = args[0].__dict__[WRITABLE]
     return data
 
 
