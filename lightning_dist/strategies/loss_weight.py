@@ -49,6 +49,6 @@ class WeighedStep:
         if len(self._totals) > 1:
             factor = self._totals[0] / sum(self._totals)
             for piece in engine.pieces():
-                if piece.slot.fragment.grad is not None:
-                    piece.slot.fragment.grad.mul_(factor)
+                if piece.slot.gradient is not None:
+                    piece.slot.gradient.mul_(factor)
         self._totals.clear()

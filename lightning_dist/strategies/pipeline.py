@@ -27,7 +27,6 @@ from lightning_dist.core.layout import Layout
 from lightning_dist.engine import Plan, size_words, step_bytes
 from lightning_dist.pipeline import PipelineEngine, PipelineReport
 from lightning_dist.pipeline.schedule import Schedule
-from lightning_dist.strategies.loss_weight import WeighedStep
 from lightning_dist.strategies.replica import ReplicaStrategy, insist_on_ranks, number_of_replicas
 from lightning_dist.strategies.sharded import Loop
 from lightning_dist.strategies.step_state import Recorder, Snapshot, refuse_manual_optimization, replay
@@ -82,7 +81,6 @@ class PipelineParallelStrategy(ReplicaStrategy):
         )
         self.layers, self.split, self.place, self.recompute = layers, split, place, recompute
         self._report: PipelineReport | None = None
-        self._weighed = WeighedStep()
 
     @override
     def _settings(self) -> str:
@@ -187,7 +185,7 @@ class PipelineParallelStrategy(ReplicaStrategy):
         with recorder.recording(), self.parallel.stage_gathered():
             if loop == "training":
                 with self.parallel.gradients_aside():
-                    result = pipeline.forward_backward(step, batch, scale=self._scale(module, batch), **hooks)
+                    result = pipeline.forward_backward(step, batch, scale=self._scale(module), **hooks)
             else:
                 result = pipeline.forward(step, batch, **hooks)
         logged, changes = result.shared
@@ -196,14 +194,10 @@ class PipelineParallelStrategy(ReplicaStrategy):
         replay(module, logged)
         return result.returned
 
-    def _scale(self, module: "pl.LightningModule", batch: Any) -> float | Tensor:
+    def _scale(self, module: "pl.LightningModule") -> float | Tensor:
         """What every loss is multiplied by: Lightning divides by the batches of an accumulation, a scaler scales."""
         scaler = getattr(self.precision_plugin, "scaler", None)
-        weigh = getattr(module, "loss_weight", None)
-        if weigh is None:
-            share = 1.0 / module.trainer.accumulate_grad_batches
-        else:
-            share = self._weighed.factor(float(weigh(batch)), self.mesh)
+        share = self._weight / module.trainer.accumulate_grad_batches
         return share if scaler is None else scaler.scale(torch.ones((), device=self.root_device)) * share
 
     @override
@@ -212,8 +206,6 @@ class PipelineParallelStrategy(ReplicaStrategy):
             super()._backward(loss, run)
             return
         self.parallel.hand_over(sync=self._sync)
-        if self._sync:
-            self._weighed.close(self.engine)
 
     # After a run ----------------------------------------------------------------------------------------------
 

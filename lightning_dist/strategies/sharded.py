@@ -39,6 +39,7 @@ from lightning_dist.strategies import averaging, model_summary, precision
 from lightning_dist.strategies.base import SharedSignal, choose
 from lightning_dist.strategies.checkpoints import CheckpointingStrategy, unwrapped
 from lightning_dist.strategies.loaders import OnUneven, align
+from lightning_dist.strategies.loss_weight import WeighedStep
 from lightning_dist.strategies.nonfinite import LossWatch, OnNonFinite
 from lightning_dist.strategies.whole import make_whole, remember
 from lightning_dist.zero import ZeroEngine
@@ -57,6 +58,9 @@ class ShardedStrategy(CheckpointingStrategy):
             says how many batches were dropped, "error" raises.
         checkpoint_format: "full", an ordinary Lightning checkpoint file.
         **kwargs: see `DistributedStrategy`.
+
+    A module whose batches hold different numbers of what is learned may say so by a method ``loss_weight(batch)``: then
+    accumulated batches and replicas together equal one big batch.
 
     Raises:
         ConfigurationError: an argument that does not exist.
@@ -81,6 +85,8 @@ class ShardedStrategy(CheckpointingStrategy):
         self._sync = True
         self._said = ""
         self._recovered = False  # from a failed run, and no step since
+        self._weighed = WeighedStep()
+        self._weight = 1.0  # of the batch whose step runs
 
     @property
     def on_nonfinite(self) -> OnNonFinite:
@@ -227,10 +233,20 @@ class ShardedStrategy(CheckpointingStrategy):
         self._insist_on_one_state()
         self._losses.begin_step()
         self.engine.begin_step("train")
+        self._weight = self._weigh(args)
         output = run(*args, **kwargs)
         if not self.lightning_module.automatic_optimization:
             self._end_training_step()
         return output
+
+    def _weigh(self, args: tuple[Any, ...]) -> float:
+        """What the loss of a batch is multiplied by where the module says what batches count for; see `loss_weight`."""
+        module = self.lightning_module
+        weigh = getattr(module, "loss_weight", None)
+        if weigh is None or module is None or not module.automatic_optimization:
+            return 1.0
+        accumulated = module.trainer.accumulate_grad_batches  # by which Lightning divides
+        return accumulated * self._weighed.factor(float(weigh(args[0])), self.mesh)
 
     def _insist_on_one_state(self) -> None:
         """Ranks whose last run failed may have left off at different steps, each with its own part of the weights."""
@@ -255,10 +271,14 @@ class ShardedStrategy(CheckpointingStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         plugin, module = self.precision_plugin, self.lightning_module
-        self._losses.look(closure_loss, module.trainer, self.mesh)
-        loss = plugin.pre_backward(closure_loss, module)
-        self._backward(loss, lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        teaches = self._weight != 0  # else the loss is a mean over nothing, which has no gradient
+        self._losses.look(closure_loss if teaches else closure_loss.new_zeros(()), module.trainer, self.mesh)
+        weighed = closure_loss if self._weight == 1 else closure_loss * self._weight
+        loss = plugin.pre_backward(weighed, module)
+        self._backward(loss, lambda: plugin.backward(loss, module, optimizer, *args, **kwargs) if teaches else None)
         if module.automatic_optimization:
+            if self._sync:
+                self._weighed.close(self.engine)
             self._end_training_step()
         return plugin.post_backward(loss, module)
 
