@@ -30,6 +30,7 @@ from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.pipeline import absent, homes
 from lightning_dist.pipeline.chain import find_chain
+from lightning_dist.pipeline.draws import Draws, draws_of_step, generators_of, same_numbers_after
 from lightning_dist.pipeline.executor import Executor, Work
 from lightning_dist.pipeline.fakes import Fakes
 from lightning_dist.pipeline.homes import Stages, stages_by_module
@@ -198,19 +199,20 @@ class PipelineEngine:
                 "batch"
             )
         shares = [weight / (total or 1.0) for weight in weighed]
-        base = int(torch.randint(2**62, ()).item())
+        generators = generators_of(self.module)
+        draws = draws_of_step(generators, len(parts))
         trained = hash(tuple(parameter.requires_grad for parameter in self.module.parameters()))
         works = [
             Work(
                 _bind(step, part),
-                self._script(step, part, without_traces, trained, training=training),
+                self._script(step, part, numbers, without_traces, trained, training=training),
                 scale * part_share if part_share else 0.0,
-                base + number,
+                numbers,
             )
-            for number, (part, part_share) in enumerate(zip(parts, shares, strict=True))
+            for part, part_share, numbers in zip(parts, shares, draws, strict=True)
         ]
         program = self.programs.of(len(parts), training=training)[self.mesh.pp.rank]
-        with _SameNumbersAfter(self.mesh.device), summed_over_homes(self.shared if training else (), self.mesh.pp):
+        with same_numbers_after(generators), summed_over_homes(self.shared if training else (), self.mesh.pp):
             returned = self.executor.run(program, works, training=training, without_traces=without_traces)
         if not self.is_last:
             return self._told()
@@ -218,13 +220,15 @@ class PipelineEngine:
         result = Result(merge(_without_history(returned), sizes, shares), share(shares) if share is not None else None)
         return self._tell(result)
 
-    def _script(self, step: UserStep, part: Any, without_traces: Traceless, trained: int, *, training: bool) -> Script:
+    def _script(
+        self, step: UserStep, part: Any, draws: Draws, without_traces: Traceless, trained: int, *, training: bool
+    ) -> Script:
         if self.stages.count == 1:
             return Script()
         key = signature(part), training, self.module.training, trained, torch.is_grad_enabled()
         if key not in self._scripts:
             with torch.set_grad_enabled(training), without_traces():
-                self._scripts[key] = self.view.rehearse(_bind(step, part))
+                self._scripts[key] = self.view.rehearse(_bind(step, part), draws)
         return self._scripts[key]
 
     def _tell(self, result: Result) -> Result:
@@ -296,19 +300,3 @@ def _inside(part: nn.Module, stages: Stages) -> bool:
 
 def _without_history(returned: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.Tensor.detach, returned)
-
-
-class _SameNumbersAfter:
-    """Random numbers go on after a step as if it had drawn none: the same on all stages."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        self.state = torch.get_rng_state()
-        self.device_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self.state)
-        if self.device_state is not None:
-            torch.cuda.set_rng_state(self.device_state, self.device)

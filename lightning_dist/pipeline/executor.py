@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_dist.comm.mail import Letter, Mail
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.pipeline.deferred import Deferred
+from lightning_dist.pipeline.draws import Draws
 from lightning_dist.pipeline.homes import Stages
 from lightning_dist.pipeline.passage import Step
 from lightning_dist.pipeline.rehearsal import Script
@@ -42,13 +43,13 @@ class Work:
         step: the user's step on it.
         script: what its shapes mean for the stages.
         weight: what its loss counts for, loss scale included.
-        seed: of its random numbers; the same on all ranks.
+        draws: its random numbers; the same on all ranks.
     """
 
     step: Step
     script: Script
     weight: float | Tensor
-    seed: int
+    draws: Draws
 
 
 @dataclass
@@ -146,10 +147,8 @@ class Executor:
         flight = Flight(received, [], Deferred() if self.splits else None)
         self.view.deferred = flight.deferred
         with self.stopwatch.span(Action(Kind.FORWARD, stage, number)), torch.set_grad_enabled(self.training):
-            self._seed(work.seed, 0)
-            self.view.entered = lambda: self._seed(work.seed, 1 + stage)
             with self.without_traces() if stage < self.stages.count - 1 else nullcontext():
-                outcome = self.view.run(stage, work.step, work.script, received)
+                outcome = self.view.run(stage, work.step, work.script, received, work.draws)
             if outcome.travels is None:
                 self.returned[number] = outcome.returned
                 loss = loss_of(outcome.returned) if self.training else None
@@ -175,12 +174,6 @@ class Executor:
             flight.outputs = []
         if not self.training and (stage == self.stages.count - 1 or not flight.outputs):
             del self.flights[stage, number]
-
-    def _seed(self, seed: int, stream: int) -> None:
-        """Ahead of the layers all stages draw the same numbers; from there on each its own."""
-        torch.default_generator.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
 
     def _backward(self, stage: int, number: int) -> None:
         flight = self.flights[stage, number]

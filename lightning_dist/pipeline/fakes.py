@@ -9,7 +9,9 @@ Behind the chain a fake must not be touched: something left the chain by a side 
 all layers for an auxiliary loss), and a loss computed from it would have no value. It is refused with its origin.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,13 +33,27 @@ _ORIGIN = "_lightning_dist_origin"
 
 
 class Fakes:
-    """The fake tensors of one module. `active` while a stage runs, `behind` once the chain has been passed."""
+    """The fake tensors of one module. `active` while a stage runs, `behind` once the chain has been passed.
+
+    `drawn` counts the operations that would have drawn random numbers, had they not been on fakes.
+    """
 
     def __init__(self) -> None:
         self.mode = _Mode(self)
         self.active = False
         self.behind = False
+        self.drawn = 0
+        self.keeps_pace = False
         self._parameters: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def keeping_pace(self) -> Iterator[None]:
+        """Within the block operations on fakes use up the random numbers that they would have used with values."""
+        self.keeps_pace = True
+        try:
+            yield
+        finally:
+            self.keeps_pace = False
 
     def of(self, parameter: nn.Parameter, name: str) -> Tensor:
         """The fake that stands for a parameter."""
@@ -85,15 +101,56 @@ class _Mode(FakeTensorMode):
     def __init__(self, fakes: Fakes) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.fakes = fakes
+        self.in_a_draw = False  # what it is made of on fakes is not a draw once more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """An operation on a fake, or within this mode."""
         if self.fakes.behind:
             raise UnsupportedModelError(_refusal(func, args, kwargs, "is used after the layers"))
+        began, self.in_a_draw = self.in_a_draw, self.in_a_draw or _may_draw(func)
         try:
+            if self.in_a_draw and not began and not _is_attention_without_dropout(func, args, kwargs):
+                self.fakes.drawn += 1
+                if self.fakes.keeps_pace:
+                    _draw_as_much(func, args, kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise ValuesReadError(_refusal(func, args, kwargs, "has its values read ahead of the layers")) from None
+        finally:
+            self.in_a_draw = began
+
+
+_DRAWN_UNTIL_IT_FITS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+"""How many random numbers these use up depends on values."""
+
+
+@cache
+def _may_draw(func: Any) -> bool:
+    """Whether an operation draws random numbers; factories of fakes in our own hands do not."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_attention_without_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Which counts as drawing, and is much work."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+
+
+def _draw_as_much(func: Any, args: Any, kwargs: Any) -> None:
+    """Use up the random numbers of an operation on fakes: on the stage that has the values it is carried out."""
+    if func.overloadpacket.__name__ in _DRAWN_UNTIL_IT_FITS:
+        raise UnsupportedModelError(
+            _refusal(func, args, kwargs, "decides how many random numbers are drawn ahead of the layers")
+        )
+    args, kwargs = pytree.tree_map_only(FakeTensor, _ones_like, (args, kwargs))
+    with torch.no_grad():
+        func(*args, **kwargs)
+
+
+def _ones_like(fake: Tensor) -> Tensor:
+    """Real ones; a probability, a weight and a deviation may be 1."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).fill_(1)
 
 
 def _refusal(func: Any, args: Any, kwargs: Any, what: str) -> str:

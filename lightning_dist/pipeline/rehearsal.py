@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_dist.pipeline.draws import Draws, Watch, same_numbers_after
 from lightning_dist.pipeline.fakes import FakeParameters, Fakes, ValuesReadError, is_fake
 from lightning_dist.pipeline.passage import Passage, StageDone, Step, as_itself
 
@@ -28,6 +29,18 @@ class Leaf:
     needs_grad: bool
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a module ahead: what may be returned in its place, if anything, and whether it draws random numbers."""
+
+    output: Any
+    draws: bool
+
+
+UNSEEN = Call(None, draws=False)
+"""A call behind the layers, which is computed as it comes."""
+
+
 @dataclass
 class Script:
     """What a rehearsal has found: what travels into each stage, and what the modules ahead of a stage return."""
@@ -35,11 +48,12 @@ class Script:
     entries: dict[int, list[Leaf]] = field(default_factory=dict)  # by the number of the layer
     leaves: dict[int, int] = field(default_factory=dict)  # how many the arguments of that layer have
     layer_outputs: list[Any] = field(default_factory=list)
-    outputs: dict[nn.Module, list[Any]] = field(default_factory=dict)  # of modules ahead, call by call
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)  # of modules ahead
+    plain_draws: bool = False  # whether a layer draws random numbers of numpy or `random`
     checked: bool = False  # whether the loss was seen to come from the chain by its end alone
 
 
-def rehearse(passage: Passage, step: Step) -> Script:
+def rehearse(passage: Passage, step: Step, draws: Draws) -> Script:
     """Run `step` with fakes to the entry of the last stage.
 
     Raises:
@@ -48,10 +62,13 @@ def rehearse(passage: Passage, step: Step) -> Script:
     script, chain = Script(), passage.stages.chain
     starts = set(passage.stages.bounds[1:-1])
     alike: dict[Any, Any] = {}
+    generators = [generator for generator, _ in draws.seeds]
 
     def ahead(part: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        watch, drawn = Watch(generators), passage.fakes.drawn
         output = passage.fakes.label(call(*args, **kwargs), passage.names[part])
-        script.outputs.setdefault(part, []).append(_replay_of(output, passage, part))
+        said = Call(_replay_of(output, passage, part), draws=watch.any or passage.fakes.drawn > drawn)
+        script.calls.setdefault(part, []).append(said)
         return output
 
     def layer(index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
@@ -69,11 +86,15 @@ def rehearse(passage: Passage, step: Step) -> Script:
         key = _signature_of_call(chain.layers[index], args, kwargs)
         output = alike.get(key)
         if output is None or not _is_all_fake(output):
+            watch = Watch(generators)
             output = alike[key] = _try(passage, chain.layers[index], args, kwargs, call)
+            script.plain_draws |= watch.plain
         script.layer_outputs.append(_replay_of(output, passage, chain.layers[index]))
         return _fresh(output, passage.fakes, passage.names[chain.layers[index]])
 
-    with torch.random.fork_rng(), _same_buffers_after(passage.module), FakeParameters(passage.module, passage.fakes):
+    undone = same_numbers_after(generators), _same_buffers_after(passage.module)
+    with undone[0], undone[1], FakeParameters(passage.module, passage.fakes):
+        draws.begin(0)
         done, _ = passage.run(step, layer, ahead)
     if not done:
         last = len(passage.stages.chain) - 1

@@ -25,10 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.pipeline.deferred import Deferred
+from lightning_dist.pipeline.draws import Draws
 from lightning_dist.pipeline.fakes import Fakes, Filled, is_fake, origin_of
 from lightning_dist.pipeline.homes import Stages, is_here
 from lightning_dist.pipeline.passage import Passage, StageDone, Step, StepShapeError
-from lightning_dist.pipeline.rehearsal import Leaf, Script, rehearse
+from lightning_dist.pipeline.rehearsal import UNSEEN, Leaf, Script, rehearse
 from lightning_dist.pipeline.side_doors import refuse_side_doors
 
 
@@ -68,18 +69,18 @@ class StageView:
             for inner, parameter in layer.named_parameters()
             if parameter not in outside
         }
-        self.entered: Callable[[], None] | None = None  # called when a run enters its first layer
         self.deferred: Deferred | None = None  # what takes over the weight gradients of a run
 
-    def rehearse(self, step: Step) -> Script:
+    def rehearse(self, step: Step, draws: Draws) -> Script:
         """See `rehearsal`."""
-        return rehearse(self.passage, step)
+        return rehearse(self.passage, step, draws)
 
-    def run(self, stage: int, step: Step, script: Script, received: Sequence[Tensor]) -> Outcome:
+    def run(self, stage: int, step: Step, script: Script, received: Sequence[Tensor], draws: Draws) -> Outcome:
         """Run `step` as one stage.
 
         Args:
             received: what came from the stage before, in the order of ``script.entries``.
+            draws: the random numbers of this micro-batch.
 
         Raises:
             UnsupportedModelError: the step does not pass the chain in order, or needs what did not travel.
@@ -92,14 +93,16 @@ class StageView:
         ends: list[Tensor] = []
 
         def ahead(part: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-            if stage == 0 or expected > first:
-                if expected == number and stage > 0 and not is_here(part):
-                    raise self._used_behind(self.passage.names[part])
-                return call(*args, **kwargs)
             count = calls[part] = calls.get(part, -1) + 1
-            known = script.outputs.get(part, [])
-            output = known[count] if count < len(known) else None
-            return call(*args, **kwargs) if output is None else output
+            computed = stage == 0 or expected > first
+            if computed and expected == number and stage > 0 and not is_here(part):
+                raise self._used_behind(self.passage.names[part])
+            known = script.calls.get(part, [])
+            seen = known[count] if count < len(known) else UNSEEN
+            output = call(*args, **kwargs) if computed or seen.output is None else seen.output
+            if seen.draws and not filled.paused:
+                draws.begin(self._stream_behind(part, count))
+            return output
 
         def layer(index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
             nonlocal expected
@@ -107,7 +110,9 @@ class StageView:
             expected += 1
             if index < first:
                 output = script.layer_outputs[index]
-                return call(*args, **kwargs) if output is None else output
+                output = call(*args, **kwargs) if output is None else output
+                draws.begin(1 + index, plain=script.plain_draws)
+                return output
             at_a_boundary = index == end or (index == first and stage > 0)
             if at_a_boundary or not (_has_no_fake(args) and _has_no_fake(tuple(kwargs.values()))):
                 leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -116,8 +121,6 @@ class StageView:
                     for leaf, tensor in zip(script.entries[index], received, strict=True):
                         filled.fill(leaves[leaf.position], tensor)
                         leaves[leaf.position] = tensor
-                    if self.entered is not None:
-                        self.entered()
                 leaves = [self._real(filled.of(leaf), index) for leaf in leaves]
                 if index == end:
                     self._check_count(index, script, leaves)
@@ -131,15 +134,16 @@ class StageView:
             else:
                 output = call(*args, **kwargs)
             filled.paused = False
+            draws.begin(1 + index, plain=script.plain_draws)
             self.fakes.behind = index == number - 1
             if index == number - 1:
                 ends.extend(leaf for leaf in pytree.tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor))
             return output
 
-        if stage == 0 and self.entered is not None:
-            self.entered()
         contexts = [context for context in (filled if stage > 0 else None, self.deferred) if context is not None]
-        done, returned = self.passage.run(step, layer, ahead, *contexts)
+        draws.begin(0)
+        with self.fakes.keeping_pace():
+            done, returned = self.passage.run(step, layer, ahead, *contexts)
         if done:
             return Outcome(travels)
         if end < number or expected < number:
@@ -148,6 +152,11 @@ class StageView:
             refuse_side_doors(returned, ends, self.inside)
             script.checked = True
         return Outcome(None, pytree.tree_map(self.in_whole, returned))
+
+    def _stream_behind(self, part: nn.Module, call: int) -> int:
+        """A number of its own for each call of a module ahead; the layers have the first ones."""
+        ahead = self.passage.ahead
+        return 1 + len(self.stages.chain) + call * len(ahead) + ahead.index(part)
 
     def _used_behind(self, name: str) -> StepShapeError:
         return StepShapeError(
