@@ -161,6 +161,29 @@ def test_another_loop_after_one_rank_failed(name: str) -> None:
     assert got[0] == pytest.approx(single.validate(alone, points(32, 8), verbose=False)[0], rel=1e-9)
 
 
+class RunsOut(Small):
+    """Takes from an iterator that is at its end too early, on one rank."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        if rank() == 1 and index == 1:
+            next(iter([]))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> Any:
+        return self.training_step(batch, index)
+
+
+@ranks(2, timeout=60)
+@pytest.mark.parametrize("call", ["fit", "validate"])
+@pytest.mark.parametrize("name", ["zero1", "tp", "pp"])
+def test_a_stop_iteration_in_a_step_is_not_the_end_of_the_epoch(name: str, call: str) -> None:
+    strategy = STRATEGIES[name]()
+    trainer = trainer_on_ranks(strategy, max_epochs=1)
+    with pytest.raises(RuntimeError if rank() == 1 else PeerLostError, match="raised StopIteration"):
+        getattr(trainer, call)(RunsOut(), data(strategy))
+
+
 @ranks(2)
 @pytest.mark.parametrize("name", ["zero1", "zero3", "tp", "pp"])
 def test_parts_of_different_steps_are_not_trained_on(name: str) -> None:

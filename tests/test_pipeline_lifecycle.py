@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineParallelStrategy, TensorParallelStrategy, ZeROStrategy
-from lightning_dist.core.errors import LightningDistError, PeerLostError
+from lightning_dist.core.errors import ConfigurationError, LightningDistError, PeerLostError
 from tests.harness import rank, ranks, world_size
 from tests.lit import trainer_alone, trainer_on_ranks
 from tests.pp.lit import Small, everywhere, points
@@ -112,6 +112,46 @@ class Generates(Small):
 def test_generate_in_validation_is_refused() -> None:
     with pytest.raises(LightningDistError, match="generate"):
         trainer_on_ranks(PipelineParallelStrategy(), max_epochs=1).validate(Generates(), points(), verbose=False)
+
+
+MEETINGS: dict[str, Callable[[L.LightningModule], object]] = {
+    "all_gather": lambda module: module.all_gather(torch.ones(2)),
+    "barrier": lambda module: module.trainer.strategy.barrier("here"),
+    "broadcast": lambda module: module.trainer.strategy.broadcast(1),
+    "reduce": lambda module: module.trainer.strategy.reduce(torch.ones(2)),
+    "decision": lambda module: module.trainer.strategy.reduce_boolean_decision(True),
+    "save": lambda module: module.trainer.save_checkpoint("never.ckpt"),
+}
+
+
+class Meets(Small):
+    """Communicates in the middle of a step."""
+
+    def __init__(self, what: str, place: str) -> None:
+        super().__init__()
+        self.meet, self.place = MEETINGS[what], place
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.place == "ahead":
+            self.meet(self)
+        loss = self.loss(batch)
+        self.meet(self)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.training_step(batch, index)
+
+
+@ranks(2, timeout=60)
+@pytest.mark.parametrize("call", ["fit", "validate"])
+@pytest.mark.parametrize(("what", "place"), [*((what, "behind") for what in MEETINGS), ("all_gather", "ahead")])
+def test_communication_in_a_step_is_refused(what: str, place: str, call: str) -> None:
+    """On the rank that comes to it; the others stop, and do not wait."""
+    trainer = trainer_on_ranks(PipelineParallelStrategy(), max_epochs=1)
+    itself = rank() == 1 or place == "ahead"
+    error = ConfigurationError if itself else PeerLostError
+    with pytest.raises(error, match=r"cannot communicate.*on_train_batch_end"):
+        getattr(trainer, call)(Meets(what, place), points())
 
 
 def test_unknown_arguments_are_refused() -> None:

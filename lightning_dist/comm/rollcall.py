@@ -27,7 +27,7 @@ from lightning_dist.comm.ledger import Ledger
 from lightning_dist.comm.neighbours import said_by_all
 from lightning_dist.comm.shared import SharedMemory
 from lightning_dist.comm.watch import Watch
-from lightning_dist.core.errors import PeerLostError, RankMismatchError
+from lightning_dist.core.errors import ConfigurationError, PeerLostError, RankMismatchError
 
 
 class Place(IntEnum):
@@ -86,7 +86,8 @@ _WORDS = {
 class RollCall:
     """Announces places over all ranks of the world (or of an axis); always on the CPU, so no device stream waits.
 
-    `help_gather` is called with the numbers of the units that other ranks ask for while this one waits.
+    `help_gather` is called with the numbers of the units that other ranks ask for while this one waits. While it is
+    `closed`, for the reason that this says, ranks cannot meet but to gather.
     """
 
     group: dist.ProcessGroup | None
@@ -96,6 +97,7 @@ class RollCall:
     help_gather: Callable[[list[int]], None] | None = None
     shared: SharedMemory | None = None
     watch: Watch | None = None
+    closed: str = ""
 
     @classmethod
     def for_world(cls, backend: str, ledger: Ledger, terms: Terms | None = None) -> "RollCall":
@@ -125,9 +127,12 @@ class RollCall:
         Raises:
             RankMismatchError: some rank is elsewhere; raised on all of them.
             PeerLostError: a rank has died.
+            ConfigurationError: it is closed; raised on this rank alone.
         """
         if self.group is None:
             return [answer] * self.size
+        if self.closed and place is not Place.GATHER:
+            raise ConfigurationError(f"This rank is {f'{place.words} {what}'.strip()}, but {self.closed}")
         while True:
             places, answers = self._hear(place, answer, what)
             if all(other == place for other in places):
@@ -139,6 +144,15 @@ class RollCall:
             if place is Place.GATHER:
                 return sorted(wanted)
             self.help_gather(sorted(wanted))
+
+    @contextmanager
+    def closing(self, reason: str) -> Iterator[None]:
+        """Within the block it is closed."""
+        before, self.closed = self.closed, reason
+        try:
+            yield
+        finally:
+            self.closed = before
 
     def any_rank(self, flags: list[bool]) -> list[bool]:
         """Element by element, whether any rank's flag is set. All ranks must be known to be here."""

@@ -46,6 +46,13 @@ from lightning_dist.pipeline.view import StageView
 MICRO_BATCHES_PER_RANK = 4
 """Micro-batches for each rank, where nobody says how many: a bubble of a quarter at most."""
 
+NO_MEETING = (
+    "in a step under a pipeline ranks cannot communicate: each comes by at another time, and most end the step before "
+    "what comes after the layers. Log with self.log(..., sync_dist=True), which waits for the end of the step, or keep "
+    "the value in an attribute of the module and communicate where the step is over, in on_train_batch_end or "
+    "on_validation_epoch_end, say"
+)
+
 UserStep = Callable[[Any], Any]
 Traceless = Callable[[], AbstractContextManager[object]]
 
@@ -202,18 +209,19 @@ class PipelineEngine:
         generators = generators_of(self.module)
         draws = draws_of_step(generators, len(parts))
         trained = hash(tuple(parameter.requires_grad for parameter in self.module.parameters()))
-        works = [
-            Work(
-                _bind(step, part),
-                self._script(step, part, numbers, without_traces, trained, training=training),
-                scale * part_share if part_share else 0.0,
-                numbers,
-            )
-            for part, part_share, numbers in zip(parts, shares, draws, strict=True)
-        ]
-        program = self.programs.of(len(parts), training=training)[self.mesh.pp.rank]
-        with same_numbers_after(generators), summed_over_homes(self.shared if training else (), self.mesh.pp):
-            returned = self.executor.run(program, works, training=training, without_traces=without_traces)
+        with self.mesh.rollcall.closing(NO_MEETING if self.mesh.pp.size > 1 else ""):
+            works = [
+                Work(
+                    _bind(step, part),
+                    self._script(step, part, numbers, without_traces, trained, training=training),
+                    scale * part_share if part_share else 0.0,
+                    numbers,
+                )
+                for part, part_share, numbers in zip(parts, shares, draws, strict=True)
+            ]
+            program = self.programs.of(len(parts), training=training)[self.mesh.pp.rank]
+            with same_numbers_after(generators), summed_over_homes(self.shared if training else (), self.mesh.pp):
+                returned = self.executor.run(program, works, training=training, without_traces=without_traces)
         if not self.is_last:
             return self._told()
         sizes = [count_samples(part) if split is None else 1 for part in parts]

@@ -229,12 +229,12 @@ class ShardedStrategy(CheckpointingStrategy):
         if loop != "training":
             self._end_training_step()  # one without a backward may be open still (statistics for an average)
             with self.engine.step("eval"):
-                return run(*args, **kwargs)
+                return _not_ending(loop, run, args, kwargs)
         self._insist_on_one_state()
         self._losses.begin_step()
         self.engine.begin_step("train")
         self._weight = self._weigh(args)
-        output = run(*args, **kwargs)
+        output = _not_ending(loop, run, args, kwargs)
         if not self.lightning_module.automatic_optimization:
             self._end_training_step()
         return output
@@ -346,3 +346,18 @@ class ShardedStrategy(CheckpointingStrategy):
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip an optimizer's gradients by their norm over all ranks and return the norm before. All ranks call it."""
         return clip_by_norm(self.engine, precision.pieces_of(self.engine, unwrapped(optimizer)), max_norm, norm_type)
+
+
+def _not_ending(loop: Loop, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``run(*args, **kwargs)``, whose StopIteration Lightning would take for the end of the epoch, on this rank alone.
+
+    Raises:
+        RuntimeError: in its place, as for one that leaves a generator.
+    """
+    try:
+        return run(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"a step of {loop} raised StopIteration (a next() without a default, say), which would end the epoch on "
+            "this rank and not on the others: catch it, or use next(iterator, None)"
+        ) from error
