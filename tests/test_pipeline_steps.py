@@ -156,6 +156,88 @@ def test_what_is_kept_in_a_module(schedule: str) -> None:
         assert names == their_names
 
 
+class Counts(nn.Module):
+    """A linear map that counts its calls, in an attribute and in a list of lists."""
+
+    def __init__(self, out: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, out)
+        self.calls, self.sizes = 0, [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes[0][0] += len(x)
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Remembers(nn.Module):
+    """A loss without parameters that keeps its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def forward(self, out: Tensor, wanted: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(out, wanted)
+        self.values.append(loss.item())
+        return loss
+
+
+class Net(nn.Module):
+    """The whole model of a LightningModule, around the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Counts()
+        self.blocks = nn.ModuleList([Counts() for _ in range(8)])
+        self.head = Counts(3)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.calls, self.inputs, self.by_kind = 0, [], {"sums": [0.0]}  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.passes += 1
+        self.inputs.extend(x[:, 0].tolist())
+        self.by_kind["sums"][0] += float(x.sum())
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        out = self.head(x)
+        self.last = out.detach()
+        y: Tensor = out
+        return y
+
+
+class KeepsInParts(Small):
+    """Counts and lists in parts of the module; its own layers are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first, self.blocks, self.head
+        self.net, self.criterion = Net(), Remembers()
+        self.double()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.criterion(self.net(batch[0]), batch[1])
+        return loss
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_kept_in_parts_of_a_module(schedule: str) -> None:
+    ours, module, _, alone = both(KeepsInParts, **SCHEDULES[schedule])
+    net, want = module.net, alone.net
+    assert net.calls == int(net.passes) == 4 * want.calls == 24
+    assert net.inputs == want.inputs
+    assert net.by_kind["sums"][0] == pytest.approx(want.by_kind["sums"][0], rel=1e-9)
+    assert type(net.last) is Tensor
+    assert len(module.criterion.values) == 24
+    layers = [net.first, *net.blocks, net.head]  # are where they are computed
+    calls = everywhere(ours, [(layer.calls, layer.sizes[0][0]) for layer in layers])
+    assert [max(said) for said in zip(*calls, strict=True)] == [(24, 44)] * 10
+
+
 class Normed(Small):
     """Batch statistics in the layers, ahead and behind."""
 

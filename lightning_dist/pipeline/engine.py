@@ -123,6 +123,8 @@ class PipelineEngine:
         self.view = StageView(module, self.stages, self.fakes, recompute=recompute, in_whole=in_whole)
         self.executor = Executor(self.view, pp.rank, pp.mail)
         self.shared = [p for p in module.parameters() if homes.is_here(p) and homes.is_shared(p, pp.size)]
+        seen = {part for whole in (*self.view.passage.ahead, *chain.layers) for part in whole.modules()}
+        self.run_by_all_stages = {name: part for name, part in module.named_modules() if part not in seen}
         self._scripts: dict[object, Script] = {}
 
     def _after(self, whole: Stages, place: Mapping[str, str] | None) -> Iterable[tuple[nn.Module, bool]]:

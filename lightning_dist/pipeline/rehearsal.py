@@ -7,7 +7,7 @@ runs.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_dist.pipeline.attributes import same_attributes_after
 from lightning_dist.pipeline.draws import Draws, Watch, same_numbers_after
 from lightning_dist.pipeline.fakes import FakeParameters, Fakes, ValuesReadError, is_fake
 from lightning_dist.pipeline.passage import Passage, StageDone, Step, as_itself
@@ -92,8 +93,11 @@ def rehearse(passage: Passage, step: Step, draws: Draws) -> Script:
         script.layer_outputs.append(_replay_of(output, passage, chain.layers[index]))
         return _fresh(output, passage.fakes, passage.names[chain.layers[index]])
 
-    undone = same_numbers_after(generators), _same_buffers_after(passage.module)
-    with undone[0], undone[1], FakeParameters(passage.module, passage.fakes):
+    with ExitStack() as stack:
+        stack.enter_context(same_numbers_after(generators))
+        stack.enter_context(_same_buffers_after(passage.module))
+        stack.enter_context(same_attributes_after(passage.module.modules()))
+        stack.enter_context(FakeParameters(passage.module, passage.fakes))
         draws.begin(0)
         done, _ = passage.run(step, layer, ahead)
     if not done:

@@ -165,11 +165,12 @@ class PipelineParallelStrategy(ReplicaStrategy):
     def _run_schedule(self, loop: Loop, step: Callable[[Any], Any], batch: Any) -> Any:
         module, pipeline = self.lightning_module, self.pipeline
         assert module is not None
-        recorder, snapshot = Recorder(module), Snapshot(module)
+        parts = pipeline.run_by_all_stages
+        recorder, snapshot = Recorder(module), Snapshot(module, parts)
 
         @contextmanager
         def without_traces() -> Iterator[None]:
-            before, noted = Snapshot(module, thorough=True), recorder.noted()
+            before, noted = Snapshot(module, parts, thorough=True), recorder.noted()
             try:
                 yield
             finally:

@@ -9,14 +9,12 @@ user code fills for the end of an epoch. Callbacks and hooks run on every rank, 
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,13 +22,14 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.core.shard import home_of
+from lightning_dist.pipeline.attributes import Seen, attributes, restore
 from lightning_dist.pipeline.micro_batches import merge, weighted_sum
 
 Logged = list[tuple[str, Any, dict[str, Any]]]
 """Names, values and arguments of calls of ``self.log``. A metric is a `_Logged`."""
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), Tensor, np.ndarray)
-_OURS_AND_LIGHTNINGS = frozenset(vars(pl.LightningModule()))
+_TORCHS = frozenset(vars(nn.Module()))
+_LIGHTNINGS = frozenset(vars(pl.LightningModule()))
 
 
 class Recorder:
@@ -133,18 +132,21 @@ class Snapshot:
     """The metrics, plain attributes and shared buffers of a module before a step.
 
     Args:
+        parts: the modules, by their names, that run on every stage: `module` itself and those around the layers.
+            What others keep is where they are computed.
         thorough: copies of all values, so that `restore` undoes writes in place too.
     """
 
-    def __init__(self, module: "pl.LightningModule", *, thorough: bool = False) -> None:
+    def __init__(self, module: "pl.LightningModule", parts: Mapping[str, nn.Module], *, thorough: bool = False) -> None:
         self.module = module
+        self.parts = {name: part for name, part in parts.items() if not isinstance(part, (Metric, MetricCollection))}
         self.metrics = {name: _lengths(metric) for name, metric in _metrics(module)}
-        self.attributes = {name: _Seen(value) for name, value in _attributes(module).items()}
-        self.buffers = {name: _Seen(buffer) for name, buffer in _buffers(module)}
+        self.attributes = {name: _seen(part) for name, part in self.parts.items()}
+        self.buffers = {name: Seen(buffer) for name, buffer in self._buffers()}
         self.copies: dict[str, dict[str, Any]] | None = None
         if thorough:
             self.copies = {name: _copied(vars(metric), metric._defaults) for name, metric in _metrics(module)}
-            for seen in (*self.attributes.values(), *self.buffers.values()):
+            for seen in (*(s for kept in self.attributes.values() for s in kept.values()), *self.buffers.values()):
                 seen.keep()
 
     def changes(self) -> dict[str, Any]:
@@ -156,17 +158,18 @@ class Snapshot:
             for name, metric in _metrics(self.module)
             if metric._update_count != self.metrics[name][""]
         }
-        attributes: dict[str, tuple[int, Any]] = {}
-        for name, value in _attributes(self.module).items():
-            before = self.attributes.get(name)
-            if before is not None and before.size is not None and before.has_grown(value):
-                if len(value) > before.size:
-                    attributes[name] = before.size, value[before.size :]
-            elif before is None or before.may_differ(value):
-                attributes[name] = -1, value
+        attributes: dict[tuple[str, str], tuple[int, Any]] = {}
+        for part, kept in self.attributes.items():
+            for name, value in _attributes(self.parts[part]).items():
+                before = kept.get(name)
+                if before is not None and before.size is not None and before.has_grown(value):
+                    if len(value) > before.size:
+                        attributes[part, name] = before.size, value[before.size :]
+                elif before is None or before.may_differ(value):
+                    attributes[part, name] = -1, value
         buffers = {
             name: buffer
-            for name, buffer in _buffers(self.module)
+            for name, buffer in self._buffers()
             if name not in self.buffers or self.buffers[name].may_differ(buffer)
         }
         changes = {"metrics": metrics, "attributes": attributes, "buffers": buffers}
@@ -174,14 +177,14 @@ class Snapshot:
 
     def apply(self, changes: Mapping[str, Any]) -> None:
         """Repeat the changes of another rank. Lists that have grown there grow here."""
-        metrics, buffers = dict(_metrics(self.module)), dict(_buffers(self.module))
+        metrics, buffers = dict(_metrics(self.module)), dict(self._buffers())
         for name, states in changes["metrics"].items():
             _apply_to_metric(metrics[name], states, self.metrics[name])
-        for name, (size, value) in changes["attributes"].items():
+        for (part, name), (size, value) in changes["attributes"].items():
             if size < 0:
-                setattr(self.module, name, value)
+                setattr(self.parts[part], name, value)
             else:
-                held = getattr(self.module, name)
+                held = getattr(self.parts[part], name)
                 del held[size:]
                 held.extend(value)
         for name, value in changes["buffers"].items():
@@ -189,67 +192,23 @@ class Snapshot:
                 buffers[name].copy_(value)
 
     def restore(self) -> None:
-        """Undo what was done since to plain attributes; if it is `thorough`, to metrics and buffers too."""
-        for name in set(_attributes(self.module)) - set(self.attributes):
-            delattr(self.module, name)
-        for name, seen in self.attributes.items():
-            vars(self.module)[name] = seen.restored()
-        if self.copies is None:
-            return
+        """Undo what was done since. It must be `thorough`."""
+        assert self.copies is not None
+        for part, kept in self.attributes.items():
+            restore(self.parts[part], kept, _names_of_others(self.parts[part]))
         for name, metric in _metrics(self.module):
             vars(metric).update(_copied(self.copies[name], metric._defaults))
         for seen in self.buffers.values():
             seen.restored()
 
-
-class _Seen:
-    """A value as it was: which object, how large, and how often a tensor was written."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.size, self.version = value, _size(value), _version(value)
-        self.copy: Any = copy.copy(value) if isinstance(value, (dict, set)) else None
-
-    def keep(self) -> None:
-        """Keep the values of a tensor."""
-        if isinstance(self.value, Tensor):
-            self.copy = self.value.detach().clone()
-
-    def has_grown(self, value: Any) -> bool:
-        """Whether it is a list to which something may have been appended, and nothing else was done."""
-        return isinstance(value, list) and value is self.value and self.size is not None and len(value) >= self.size
-
-    def may_differ(self, value: Any) -> bool:
-        """Whether `value`, now in its place, may be another."""
-        same = value is self.value and _size(value) == self.size and _version(value) == self.version
-        return not same or isinstance(value, (dict, list, set, deque, np.ndarray))
-
-    def restored(self) -> Any:
-        """The object, as it was; what was written into a tensor only after `keep`."""
-        value = self.value
-        if isinstance(value, list):
-            del value[self.size :]
-        elif isinstance(value, (dict, set)):
-            value.clear()
-            value.update(self.copy)
-        elif isinstance(value, Tensor) and self.copy is not None and _version(value) != self.version:
-            with torch.no_grad():
-                value.copy_(self.copy)
-        return value
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was written in place."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those of the user's own module and of what several ranks run; others are where they are computed."""
-    return [
-        (f"{name}.{key}" if name else key, buffer)
-        for name, part in module.named_modules()
-        if part is module or (home := home_of(part)) is None or len(home.ranks) > 1
-        for key, buffer in part.named_buffers(recurse=False)
-    ]
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        """Those of what several ranks run; others are where they are computed."""
+        return [
+            (f"{name}.{key}" if name else key, buffer)
+            for name, part in self.module.named_modules()
+            if name in self.parts or (home := home_of(part)) is None or len(home.ranks) > 1
+            for key, buffer in part.named_buffers(recurse=False)
+        ]
 
 
 def _copied(states: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -288,27 +247,17 @@ def _apply_to_metric(metric: Metric, states: Mapping[str, Any], before: Mapping[
     metric._computed = None
 
 
-def _attributes(module: "pl.LightningModule") -> dict[str, Any]:
-    """What user code keeps in a module besides parameters, buffers and parts: plain data."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _OURS_AND_LIGHTNINGS and not name.startswith("_lightning_dist") and _is_plain(value)
-    }
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    return attributes(part, _names_of_others(part))
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, dict):
-        value = (*value.keys(), *value.values())
-    if isinstance(value, (list, tuple, set, deque)):
-        return all(map(_is_plain, value))
-    return False
+def _seen(part: nn.Module) -> dict[str, Seen]:
+    return {name: Seen(value) for name, value in _attributes(part).items()}
 
 
-def _size(value: Any) -> int | None:
-    return len(value) if isinstance(value, (list, dict, set, deque)) else None
+def _names_of_others(part: nn.Module) -> frozenset[str]:
+    """Attributes that are not the user's."""
+    return _LIGHTNINGS if isinstance(part, pl.LightningModule) else _TORCHS
 
 
 def refuse_manual_optimization(module: "pl.LightningModule") -> None:
