@@ -104,6 +104,12 @@ run.fit(Module(), data())
 say(f"{type(run.strategy.cluster_environment).__name__} rank {run.global_rank} of {run.world_size} ended")
 """
 )
+WARNED = """
+def fault(module, index):
+    if index == 2 and module.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+"""
+"""SLURM's warning that the time is nearly over, here to one rank alone."""
 
 
 RENDEZVOUS = "'--rdzv-backend=c10d', '--rdzv-endpoint=127.0.0.1:0'"
@@ -134,20 +140,28 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_slurm() -> None:
-    """Two tasks of one node, as srun would start them."""
+    """Two tasks of one node, as srun would start them; both save when one is warned, and the job is queued again."""
     script = (
-        "import os, subprocess, sys, tempfile\n"
-        f"source = {EXTERNAL!r}\n"
-        "path = os.path.join(tempfile.mkdtemp(), 'train.py')\n"
+        "import glob, os, subprocess, sys, tempfile\n"
+        f"source = {EXTERNAL.replace('run = trainer', WARNED + 'run = trainer')!r}\n"
+        "folder = tempfile.mkdtemp()\n"
+        "path, scontrol = os.path.join(folder, 'train.py'), os.path.join(folder, 'scontrol')\n"
         "open(path, 'w').write(source)\n"
-        f"common = dict(os.environ, DEVICES='2', SLURM_NTASKS='2', SLURM_NTASKS_PER_NODE='2', SLURM_NNODES='1', "
+        "open(scontrol, 'w').write('#!/bin/sh\\necho scontrol $@\\n')\n"
+        "os.chmod(scontrol, 0o755)\n"
+        "common = dict(os.environ, PATH=folder + ':' + os.environ['PATH'], DEVICES='2', "
+        f"SLURM_NTASKS='2', SLURM_NTASKS_PER_NODE='2', SLURM_NNODES='1', "
         f"SLURM_JOB_NAME='train', SLURM_JOB_ID='17', SLURM_NODEID='0', SLURM_JOB_NODELIST='localhost', "
         f"MASTER_ADDR='127.0.0.1', MASTER_PORT='{free_port()}')\n"
         "tasks = [subprocess.Popen([sys.executable, path], env=dict(common, SLURM_PROCID=str(r), SLURM_LOCALID=str(r)))"
         " for r in range(2)]\n"
-        "sys.exit(max(task.wait() for task in tasks))\n"
+        "ends = [task.wait() for task in tasks]\n"
+        "print('saved', glob.glob('hpc_ckpt_*'))\n"
+        "sys.exit(max(ends))\n"
     )
     result = run_script(script, timeout=300)
+    assert result.output.count("scontrol requeue 17") == 1, result.output
+    assert "saved ['hpc_ckpt_1.ckpt']" in result.output
     for rank in range(2):
         assert f"SLURMEnvironment rank {rank} of 2 ended" in result.output
 
@@ -225,16 +239,23 @@ def test_a_failing_rank_ends_all_within_seconds(name: str) -> None:
         assert len(ends) == 1, result.output  # others may quote it
 
 
-def test_sigterm_saves_nothing_broken_and_ends_all_ranks() -> None:
-    """A rank that is told to terminate ends the run on all ranks after the batch."""
+@pytest.mark.parametrize(("strategy", "to"), [("zero3", (1,)), ("pp", (0,)), ("pp", (0, 1))])
+def test_sigterm_ends_all_ranks(strategy: str, to: tuple[int, ...]) -> None:
+    """Rank 0, another one or all are told to terminate: the processes end after the batch."""
     code = (
         "def fault(module, index):\n"
-        "    if index == 2 and module.global_rank == 1:\n"
-        "        module.trainer._signal_connector.received_sigterm = True\n"
+        f"    if index == 2 and module.global_rank in {to}:\n"
+        "        say(f'STRUCK {time.time()}')\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    run = "\nif __name__ == '__main__':\n    trainer('zero3').fit(Module(), data())\n    print('went on')\n"
-    result = run_script(MODULE + code + run, expect=None, timeout=300)
-    assert not result.timed_out
+    run = f"\nif __name__ == '__main__':\n    trainer({strategy!r}).fit(Module(), data())\n    print('went on')\n"
+    started = time.time()
+    result = run_script(MODULE + code + run, expect=None, timeout=300, linger=10)
+    assert not result.timed_out, result.output
+    assert result.returncode != 0
+    struck = max(float(line.split()[1]) for line in result.output.splitlines() if line.startswith("STRUCK "))
+    assert started + result.seconds - struck < 15
+    assert "signal 15 (SIGTERM) was sent to ranks" in result.output
     assert "went on" not in result.output
     assert not result.survivors
 

@@ -72,7 +72,7 @@ _WORDS = {
     Place.SETUP: "setting up the strategy",
     Place.NORM: "computing a gradient norm",
     Place.REDUCE: "in a backward pass, waiting for a gradient reduction",
-    Place.BATCH: "about to take the next training batch",
+    Place.BATCH: "about to take the next batch",
     Place.REFRESH: "after an optimizer step, spreading updated parameters",
     Place.BUFFERS: "at the beginning of a step, synchronizing buffers",
     Place.STEP_END: "at the end of a step",

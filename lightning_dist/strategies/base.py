@@ -13,7 +13,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
@@ -32,7 +31,7 @@ from lightning_utilities.core import rank_zero as rank_zero_utilities
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.comm import Mesh, Place, RollCall
+from lightning_dist.comm import Mesh, Place
 from lightning_dist.comm.world import leave_at_exit
 from lightning_dist.core.allocator import keep_freed_memory
 from lightning_dist.core.errors import ConfigurationError, PeerLostError, RankMismatchError
@@ -264,28 +263,6 @@ def _arguments(strategy: DistributedStrategy) -> list[str]:
     kinds = [kind for kind in type(strategy).__mro__ if issubclass(kind, DistributedStrategy)]
     every = (p for kind in kinds if "__init__" in vars(kind) for p in inspect.signature(kind).parameters.values())
     return [p.name for p in every if p.kind is not p.VAR_KEYWORD]
-
-
-class SharedSignal:
-    """Lightning broadcasts before every training batch whether rank 0 was told to terminate (SIGTERM).
-
-    Here the ranks meet by roll call in its place: a signal to any of them counts, and a rank elsewhere is noticed.
-    """
-
-    def __init__(self, trainer: "pl.Trainer", rollcall: RollCall) -> None:
-        self.trainer, self.rollcall = trainer, rollcall
-
-    def __call__(self) -> None:
-        """Raise on all ranks if any was told to terminate."""
-        flags = self.rollcall.ask(Place.BATCH, int(getattr(self.trainer, "received_sigterm", False)))
-        if any(flags):
-            raise SIGTERMException
-
-    def install(self) -> None:
-        """Take the place of Lightning's broadcast, where this version of it has one."""
-        loop = self.trainer.fit_loop.epoch_loop
-        if hasattr(loop, "_broadcast_sigterm_tensor"):
-            loop._broadcast_sigterm_tensor = self  # type: ignore[method-assign]
 
 
 def _one_line_for_lost_peers() -> None:

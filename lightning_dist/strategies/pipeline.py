@@ -210,8 +210,10 @@ class PipelineParallelStrategy(ReplicaStrategy):
 
     # After a run ----------------------------------------------------------------------------------------------
 
+    @override
     def on_train_end(self) -> None:
         """Collect the spans of the last step while all ranks are here."""
+        super().on_train_end()
         self._report = self.pipeline.report() if self._has_stages else None
 
     def timeline(self) -> PipelineReport:

@@ -36,11 +36,12 @@ from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, RankMismatchError, mixed_imports_hint
 from lightning_dist.engine import Parallel, Plan, clip_by_norm, grad_norm, grad_norms, parallelize, undo
 from lightning_dist.strategies import averaging, model_summary, precision
-from lightning_dist.strategies.base import SharedSignal, choose
+from lightning_dist.strategies.base import choose
 from lightning_dist.strategies.checkpoints import CheckpointingStrategy, unwrapped
 from lightning_dist.strategies.loaders import OnUneven, align
 from lightning_dist.strategies.loss_weight import WeighedStep
 from lightning_dist.strategies.nonfinite import LossWatch, OnNonFinite
+from lightning_dist.strategies.signals import SharedSignals
 from lightning_dist.strategies.whole import make_whole, remember
 from lightning_dist.zero import ZeroEngine
 
@@ -83,6 +84,7 @@ class ShardedStrategy(CheckpointingStrategy):
         self._losses = LossWatch(on_nonfinite)
         self._parallel: Parallel | None = None
         self._sync = True
+        self._signals: SharedSignals | None = None
         self._said = ""
         self._recovered = False  # from a failed run, and no step since
         self._weighed = WeighedStep()
@@ -141,7 +143,9 @@ class ShardedStrategy(CheckpointingStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        SharedSignal(trainer, self.mesh.rollcall).install()
+        if self._signals is None:
+            self._signals = SharedSignals(trainer, self.mesh.rollcall)
+        self._signals.install(trainer)
         model_summary.prepare(trainer, whole=self.mesh.layout.pp == 1)
         if self._parallel is None or self._parallel.module is not self.lightning_module:
             self._parallel = self._parallelize(self.lightning_module)
@@ -227,6 +231,7 @@ class ShardedStrategy(CheckpointingStrategy):
         """One step of any loop. ``run(*args, **kwargs)`` calls the module's own method under the precision plugin."""
         assert self.lightning_module is not None
         if loop != "training":
+            self._act_on_signals()
             self._end_training_step()  # one without a backward may be open still (statistics for an average)
             with self.engine.step("eval"):
                 return _not_ending(loop, run, args, kwargs)
@@ -324,6 +329,23 @@ class ShardedStrategy(CheckpointingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    # Signals --------------------------------------------------------------------------------------------------
+
+    def _act_on_signals(self) -> None:
+        if self._signals is not None:
+            self._signals.act()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._signals is not None:
+            self._signals.before_training_batch()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._act_on_signals()
 
     # For users ------------------------------------------------------------------------------------------------
 
