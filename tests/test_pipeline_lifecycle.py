@@ -381,3 +381,52 @@ def test_whole_weights_are_read_and_written() -> None:
         assert torch.equal(value, dict(twin.named_parameters())[name])
         assert state[name].is_meta if rank() else torch.equal(state[name], value)
     assert len(set(map(str, everywhere(trainer, before)))) == 1
+
+
+class Normed(Small):
+    """Batch statistics, and a buffer that grows, in layers that other stages compute."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Tensor
+            self.register_buffer("seen", torch.zeros(0), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.seen = torch.cat([self.seen, torch.ones(1)])
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = range(len(self.blocks))
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), self.Counts(), nn.Tanh()) for _ in width]
+        )
+        self.double()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_gathered_shows_the_buffers_of_other_stages(schedule: str) -> None:
+    module, alone = Normed(), Normed()
+    strategy = PipelineParallelStrategy(pp=2, num_microbatches=1, schedule=schedule)
+    ours, theirs = trainer_on_ranks(strategy, max_epochs=1), trainer_alone(max_epochs=1)
+    share = {"replicas": world_size() // 2, "replica": rank() % (world_size() // 2)}
+    for _ in range(2):  # what has changed since the first time travels
+        ours.fit(module, points(16, **share))
+        theirs.fit(alone, points(16))
+        with ours.strategy.gathered(module):  # type: ignore[attr-defined]
+            copied = {name: buffer.clone() for name, buffer in copy.deepcopy(module).named_buffers()}
+        assert len(copied) == 4 * 8
+        saved = everywhere(ours, ours.strategy.full_state_dict())[0]  # type: ignore[attr-defined]
+        for name, said in copied.items():
+            expected = dict(alone.named_buffers())[name]
+            assert name not in saved or torch.equal(said, saved[name]), name
+            assert all(torch.equal(said, other[name]) for other in everywhere(ours, copied)), name
+            if world_size() == 2:
+                torch.testing.assert_close(said, expected, msg=name)
+        ours.fit_loop.max_epochs = theirs.fit_loop.max_epochs = 2
+    with strategy.mesh.ledger.measure() as sent, ours.strategy.gathered(module):  # type: ignore[attr-defined]
+        pass
+    assert sent.count(purpose="buffers") == 0

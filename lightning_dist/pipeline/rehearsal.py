@@ -134,14 +134,17 @@ def _replay_of(output: Any, passage: Passage, part: nn.Module) -> Any:
 
 @contextmanager
 def _same_buffers_after(module: nn.Module) -> Iterator[None]:
-    """What the block writes to buffers (a count of batches seen, of batch statistics) is undone."""
+    """What the block writes to buffers or puts in their place (a count of batches, batch statistics) is undone."""
     before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    places = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
     try:
         yield
     finally:
+        for buffers, held in places:
+            buffers.update(held)
         with torch.no_grad():
             for buffer, version, values in before:
-                if buffer._version != version:
+                if buffer._version != version or not torch.equal(buffer, values):  # norms write without counting it
                     buffer.copy_(values)
 
 

@@ -36,7 +36,7 @@ from lightning_dist.core.stages import Placement, stage_row
 from lightning_dist.zero import copies, guard
 from lightning_dist.zero.adoption import Adoption, InsistOnAdoption
 from lightning_dist.zero.aside import Aside
-from lightning_dist.zero.buffers import BufferSync
+from lightning_dist.zero.buffers import BufferSync, HomeBuffers
 from lightning_dist.zero.flat import FlatGroup
 from lightning_dist.zero.gather import Gatherer, Unit, make_units
 from lightning_dist.zero.gathered import gathered
@@ -101,6 +101,7 @@ class ZeroEngine:
         self.gatherer = Gatherer(self.units, mesh.rollcall, prefetch_bytes=self.prefetch_bytes)
         self.reducer = Reducer(self.groups, mesh.rollcall)
         self.buffers = BufferSync(module, mesh)
+        self.home_buffers = HomeBuffers(mesh.pp, mesh.rollcall, mesh.device)
         self.aside = Aside(self)
         self.adoption = Adoption(self)
         self.in_step: StepKind | None = None
@@ -301,7 +302,8 @@ class ZeroEngine:
 
         Inside a training step the units stay gathered until its backward is over, so that losses may be
         computed from them. Outside, values are the masters that the optimizer updates; what is written is taken
-        over on exit, each rank contributing the range that it owns. With `gradients`, ``p.grad`` is full as well.
+        over on exit, each rank contributing the range that it owns, and a module's buffers are the same on all ranks:
+        rank 0's, and in a pipeline those of the stage that computes them. With `gradients`, ``p.grad`` is full as well.
 
         Args:
             what: a module, a parameter or several; everything in the same units comes along.

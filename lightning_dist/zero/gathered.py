@@ -37,6 +37,9 @@ def gathered(
         return
     rollcall = engine.mesh.rollcall
     rollcall.call(Place.GATHERED, sum(31**i * (u.index + 1) for i, u in enumerate(units)) % 2**40)
+    if engine.in_step is None and isinstance(what, nn.Module):
+        engine.buffers.sync()
+        engine.home_buffers.spread(what)
     with _outside_step(units, gradients=gradients, meet=lambda: rollcall.call(Place.GATHERED)):
         yield
 
