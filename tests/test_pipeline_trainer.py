@@ -17,10 +17,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import PipelineParallelStrategy, ShardedStrategy
+from lightning_dist.core.errors import UnsupportedOptimizerError
 from tests.harness import rank, ranks, world_size
 from tests.lit import trainer_alone, trainer_on_ranks
 from tests.pp.lit import Lit, Small, everywhere, fit_both, points
 from tests.pp.models import VOCAB
+from tests.test_trainer_optimization import REFUSED, Lars, Lion
 from tests.tp.lit import assert_same
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -289,3 +291,29 @@ def test_fit_again_and_test_after_fit() -> None:
     assert ours.global_step == theirs.global_step == 6
     assert_same(ours, module, alone)
     assert results[0] == [pytest.approx(results[1][0], rel=1e-9)]
+
+
+# Optimizers: one that looks at a whole parameter is right where parameters are whole ---------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["lars", "lion"])
+def test_optimizers_of_whole_parameters_equal_one_process(name: str) -> None:
+    make = {"lars": lambda m: Lars(m.parameters(), lr=1e-2), "lion": lambda m: Lion(m.parameters())}[name]
+    ours, module = trainer_on_ranks(PipelineParallelStrategy(num_microbatches=4), max_epochs=1), Small(make)
+    theirs, alone = trainer_alone(max_epochs=1), Small(make)
+    ours.fit(module, points())
+    theirs.fit(alone, points())
+    assert assert_same(ours, module, alone) > 10
+
+
+@ranks(2)
+def test_optimizers_that_are_wrong_on_stages_are_refused_by_name() -> None:
+    reasons = {"global_norm": "couples", "adafactor": "are away", "muon": "are away", "lbfgs": "LBFGS"}
+    for name, reason in reasons.items():
+        module = Small(REFUSED[name])
+        with pytest.raises(UnsupportedOptimizerError, match=reason) as refusal:
+            trainer_on_ranks(PipelineParallelStrategy(), max_steps=1).fit(module, points())
+        kind = type(REFUSED[name](Small())).__name__
+        assert str(refusal.value).startswith(kind)
+        assert "AdamW" in str(refusal.value)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.core.errors import ConfigurationError, LightningDistError
 from lightning_dist.core.stages import Placement
-from lightning_dist.zero.probe import probe
+from lightning_dist.zero.probe import probe, probe_stages
 from lightning_dist.zero.slot import Slot
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Adoption:
         May be called again after parameters were added to it.
 
         Raises:
-            UnsupportedOptimizerError: its update is not elementwise.
+            UnsupportedOptimizerError: its update is not elementwise; or, where parameters are whole on the stages of a
+                pipeline, it is not the same for each of them alone.
             ConfigurationError: it holds a parameter that the module does not have.
         """
         slots, held = self.engine.slots, _held_by(optimizer)
@@ -56,6 +57,8 @@ class Adoption:
                 self.state_bytes_per_element = max(
                     self.state_bytes_per_element, probe(optimizer).state_bytes_per_element
                 )
+            elif any(slot.group.home is not None for slot in slots.values()):
+                probe_stages(optimizer)
             for param_group in optimizer.param_groups:
                 param_group["params"] = [self._exchange(optimizer, p) for p in param_group["params"]]
         if not any(getattr(hook, "__self__", None) is self for hook in optimizer._optimizer_step_post_hooks.values()):
