@@ -252,7 +252,7 @@ def test_sizes_that_do_not_fill_the_world_are_told_what_does() -> None:
         _ = strategy.layout
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({"stage": 1}, "zero=1"),
-        ({"zero": 4}, "stage"),
+        ({"zero": 4}, "zero=4"),
         ({"tp": 0}, "tp=0"),
         ({"pp": 1.5}, "pp=1.5"),
     ]

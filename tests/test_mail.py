@@ -410,7 +410,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        (MEMORY, "stops in a collective or waiting for a message: rank 1 of its group failed, died"),
+        (MEMORY, "stops in a collective or waiting for a message: rank 1 of its group has died: its process"),
         (GLOO, "stops at a message: rank 1 of its axis failed or died"),
     ],
 )

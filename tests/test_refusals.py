@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist import ZeROStrategy
+from lightning_dist import HybridStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeROStrategy
 from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
 from lightning_dist.core.layout import Layout
+from lightning_dist.pipeline.schedule import parse_action
+from lightning_dist.strategies.base import _arguments
 from lightning_dist.zero import ZeroEngine
 from lightning_dist.zero.refusals import refuse_unsupported
 from tests.harness import ranks, run_script, world_size
@@ -45,23 +49,64 @@ def test_known_names_and_foreign_names_still_work() -> None:
         L.Trainer(strategy="no_such_thing", accelerator="cpu", devices=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"stage": 4}, "stage 4 does not exist"),
-        ({"stage": -1}, "stage -1"),
-        ({"stage": "3"}, "stage '3'"),
-        ({"stage": True}, "stage True"),
-        ({"accumulate": "never"}, "accumulate='never'"),
-        ({"on_uneven": "pad"}, "on_uneven='pad'"),
-        ({"on_nonfinite": "hide"}, "on_nonfinite='hide'"),
-        ({"checkpoint_format": "sharded"}, "checkpoint_format='sharded'"),
-        ({"start_method": "thread"}, "start_method='thread'"),
-    ],
-)
-def test_arguments_that_do_not_exist(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        ZeROStrategy(**arguments)
+KINDS = (ZeROStrategy, TensorParallelStrategy, PipelineParallelStrategy, HybridStrategy)
+NO_COUNT: list[Any] = [0, -1, 1.5, "2", True, [2]]
+NO_NAME: list[Any] = ["no such", 1, b"shard", ["error"]]
+NO_FLAG: list[Any] = [None, 1, "yes"]
+NO_STAGE: list[Any] = [4, -1, 3.0, "3", True, None, [3]]
+NO_PLUGIN: list[Any] = ["cpu", 1]
+WRONG: dict[str, list[Any]] = {
+    "accelerator": NO_PLUGIN,
+    "parallel_devices": ["cpu", 2, [0, 1]],
+    "cluster_environment": NO_PLUGIN,
+    "checkpoint_io": NO_PLUGIN,
+    "precision_plugin": NO_PLUGIN,
+    "start_method": [*NO_NAME, None],
+    "process_group_backend": [1, "", ["gloo"]],
+    "timeout": [60, "60", timedelta(0), None],
+    "keep_freed_memory": NO_FLAG,
+    "master_weights": NO_FLAG,
+    "on_nonfinite": [*NO_NAME, None],
+    "on_uneven": [*NO_NAME, None],
+    "checkpoint_format": [*NO_NAME, None],
+    "check_replicas_every": [-1, 1.5, "2", True, None],
+    "stage": NO_STAGE,
+    "zero": NO_STAGE,
+    "accumulate": [*NO_NAME, None],
+    "prefetch_bytes": [-1, 1e6, "1 GB", True],
+    "tp": NO_COUNT,
+    "sequence_parallel": NO_FLAG,
+    "tp_plan": ["colwise", 3, ["colwise"], {"head": 1}, {1: "colwise"}],
+    "pp": NO_COUNT,
+    "num_microbatches": NO_COUNT,
+    "schedule": [None, 42, "", [], [[]], [["F0.0"]], {}],
+    "virtual_stages": NO_COUNT,
+    "layers": [3, "", [], [1], {"layers": 1}, b"layers"],
+    "split": [3, "33", [], [3.0, 3.0], [0, 6], [True, 5]],
+    "place": ["last", ["head"], {"head": "middle"}, {"head": 1}, {1: "last"}],
+    "recompute": [True, "selective", 1, ["full"]],
+}
+
+
+def test_every_argument_refuses_what_it_does_not_take() -> None:
+    swept = {(kind, name) for kind in KINDS for name in _arguments(kind()) if (kind, name) != (HybridStrategy, "stage")}
+    assert {name for _, name in swept} == WRONG.keys()
+    cases = [(kind, name, value) for kind, name in swept for value in [*WRONG[name], object()]]
+    for kind, name, value in cases:
+        with pytest.raises(ConfigurationError) as refusal:
+            kind(**{name: value})
+        assert str(refusal.value).startswith(f"{name}={value!r} is not "), (kind, name, value)
+    assert (len(swept), len(cases)) == (83, 426)
+
+
+def test_every_argument_takes_what_it_says() -> None:
+    for kind in KINDS:
+        plain = {name: p.default for k in kind.__mro__[:-1] for name, p in inspect.signature(k).parameters.items()}
+        kind(**{name: plain[name] for name in _arguments(kind()) if (kind, name) != (HybridStrategy, "stage")})
+    schedule = [[parse_action("F0.0"), parse_action("B0.0")]]
+    PipelineParallelStrategy(1, schedule=schedule, layers=["a", "b"], split=(1, 2), place={"head": "last"})
+    PipelineParallelStrategy(num_microbatches=1, schedule=Path("mine.txt"), virtual_stages=2, recompute="full")
+    TensorParallelStrategy(1, tp_plan={"head": "colwise"}, timeout=timedelta(seconds=1), process_group_backend="gloo")
 
 
 class Sparse(Regressor):

@@ -263,7 +263,10 @@ if __name__ == "__main__":
 
 def test_a_peer_that_dies_is_noticed() -> None:
     output = run_script(DYING, timeout=300).output
-    assert "NOTICED True stops in a collective or waiting for a message: rank 1 of its group failed, died" in output
+    assert (
+        "NOTICED True stops in a collective or waiting for a message: rank 1 of its group has died: its process"
+        in output
+    )
 
 
 @ranks(2)

@@ -98,7 +98,7 @@ class Board:
             try:
                 known.append(mapped(self.neighbours.receive_handle(peer)))
             except OSError as error:
-                raise self.lost(peer) from error
+                raise self.lost(peer, "has hung up: it is ending, or has dropped its mesh") from error
         return known[number]
 
     def wait(self, ready: Callable[[], bool], late: Callable[[], list[int]]) -> None:
@@ -143,9 +143,13 @@ class Board:
             if watch is not None:
                 watch.end()
 
-    def lost(self, peer: int) -> PeerLostError:
-        """What to raise when a peer is not there."""
-        return PeerLostError(
-            f"stops in a collective or waiting for a message: rank {peer} of its group failed, died or did not come "
-            f"within {self.terms.timeout:g} s (see its own traceback)"
-        )
+    def lost(self, peer: int, if_alive: str = "") -> PeerLostError:
+        """What to raise when a peer is not there: what is known of it."""
+        if not alive(self.pids[peer]):
+            what = f"has died: its process {self.pids[peer]} is gone. It was killed, or its own traceback says why"
+        else:
+            what = if_alive or (
+                f"is alive as process {self.pids[peer]}, but did not come within {self.terms.timeout:g} s: it is busy "
+                "or waits for something else. If it only needs longer, give the strategy a larger timeout"
+            )
+        return PeerLostError(f"stops in a collective or waiting for a message: rank {peer} of its group {what}")

@@ -33,7 +33,7 @@ class Programs:
 
     def __post_init__(self) -> None:
         if isinstance(self.source, str) and self.source in SCHEDULES:
-            stages = self.virtual_stages or default_virtual_stages(self.source)
+            stages = default_virtual_stages(self.source) if self.virtual_stages is None else self.virtual_stages
             build_schedule(self.source, self.num_ranks, 1, stages)  # refuses what the schedule cannot do
             placed = [
                 schedule_row(self.source).placement.stages(rank, self.num_ranks, stages)

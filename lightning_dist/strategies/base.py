@@ -8,7 +8,6 @@ import inspect
 import sys
 import traceback
 import zlib
-from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -36,11 +35,11 @@ from lightning_dist.comm.world import leave_at_exit
 from lightning_dist.core.allocator import keep_freed_memory
 from lightning_dist.core.errors import ConfigurationError, PeerLostError, RankMismatchError
 from lightning_dist.core.layout import Layout
+from lightning_dist.strategies.arguments import insist
 from lightning_dist.strategies.launcher import ShardedMultiProcessingLauncher
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _TOGETHER = (PeerLostError, RankMismatchError, SIGTERMException)
 _OPS = {"mean": "sum", "avg": "sum", "sum": "sum", "max": "max", "min": "min"}
 
@@ -57,7 +56,7 @@ class DistributedStrategy(ParallelStrategy):
         **kwargs: what every Lightning `ParallelStrategy` takes (accelerator, plugins, cluster environment).
 
     Raises:
-        ConfigurationError: an argument that does not exist.
+        ConfigurationError: an argument that does not exist, or a value that it does not take.
     """
 
     def __init__(
@@ -78,8 +77,18 @@ class DistributedStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"{type(self).__name__} takes no {', '.join(unknown)}; its arguments are {', '.join(_arguments(self))}"
             )
+        insist(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            start_method=start_method,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            keep_freed_memory=keep_freed_memory,
+        )
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        choose("start_method", start_method, START_METHODS)
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -246,16 +255,6 @@ class DistributedStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         self.mesh.rollcall.call(Place.METRIC, self._progress(), what="by all_gather")
         return super().all_gather(tensor, group, sync_grads)
-
-
-def choose(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Insist that an argument is one of those that exist.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    if value not in allowed:
-        raise ConfigurationError(f"{name}={value!r} does not exist; use {' or '.join(repr(a) for a in allowed)}")
 
 
 def _arguments(strategy: DistributedStrategy) -> list[str]:

@@ -11,8 +11,8 @@ from typing_extensions import override
 from lightning_dist.core.errors import ConfigurationError
 from lightning_dist.core.layout import Layout, balanced_layout, explain_sizes
 from lightning_dist.engine import memory_line
+from lightning_dist.strategies.arguments import insist
 from lightning_dist.strategies.pipeline import PipelineParallelStrategy
-from lightning_dist.strategies.replica import insist_on_ranks
 from lightning_dist.strategies.tensor import TensorParallelStrategy
 from lightning_dist.strategies.zero import ZeROStrategy
 
@@ -38,8 +38,8 @@ class HybridStrategy(PipelineParallelStrategy, TensorParallelStrategy, ZeROStrat
     def __init__(self, tp: int | None = None, pp: int | None = None, zero: int = 1, **kwargs: Any) -> None:
         if "stage" in kwargs:
             raise ConfigurationError(f"HybridStrategy takes the ZeRO stage as zero={kwargs['stage']!r}")
+        insist(zero=zero)
         super().__init__(pp=pp, tp=tp, stage=zero, **kwargs)
-        insist_on_ranks("tp", tp)
         self._said_layout = False
 
     @override

@@ -27,7 +27,8 @@ from lightning_dist.core.layout import Layout
 from lightning_dist.engine import Plan, size_words, step_bytes
 from lightning_dist.pipeline import PipelineEngine, PipelineReport
 from lightning_dist.pipeline.schedule import Schedule
-from lightning_dist.strategies.replica import ReplicaStrategy, insist_on_ranks, number_of_replicas
+from lightning_dist.strategies.arguments import insist
+from lightning_dist.strategies.replica import ReplicaStrategy, number_of_replicas
 from lightning_dist.strategies.sharded import Loop
 from lightning_dist.strategies.step_state import Recorder, Snapshot, refuse_manual_optimization, replay
 
@@ -68,11 +69,16 @@ class PipelineParallelStrategy(ReplicaStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        insist_on_ranks("pp", pp)
-        if num_microbatches is not None and (type(num_microbatches) is not int or num_microbatches < 1):
-            raise ConfigurationError(f"num_microbatches={num_microbatches!r} is not a number of parts; use 1 or more")
-        if recompute not in (None, "full"):
-            raise ConfigurationError(f"recompute={recompute!r} does not exist; use None or 'full'")
+        insist(
+            pp=pp,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            layers=layers,
+            split=split,
+            place=place,
+            recompute=recompute,
+        )
         self.pp, self.num_microbatches, self.schedule, self.virtual_stages = (
             pp,
             num_microbatches,

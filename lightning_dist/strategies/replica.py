@@ -27,6 +27,7 @@ from lightning_dist.core.errors import ConfigurationError, RankMismatchError
 from lightning_dist.core.layout import AXES
 from lightning_dist.core.stages import Placement
 from lightning_dist.engine import Parallel
+from lightning_dist.strategies.arguments import insist
 from lightning_dist.strategies.metrics import count_ranks, count_replicas_once
 from lightning_dist.strategies.sharded import Loop, ShardedStrategy
 from lightning_dist.strategies.whole import remember
@@ -47,6 +48,7 @@ class ReplicaStrategy(ShardedStrategy):
 
     def __init__(self, *, check_replicas_every: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        insist(check_replicas_every=check_replicas_every)
         self.check_replicas_every = check_replicas_every
         self._compared: dict[str, int] = {}
         self._steps = 0
@@ -187,16 +189,6 @@ class ReplicaStrategy(ShardedStrategy):
         """What this rank holds of a parameter between steps: of a sharded one its range, as the rest of a replica."""
         sharded = self.engine.row.parameter is Placement.SHARD
         return slot.group.piece(slot.group.owned, slot) if sharded else slot.parameter
-
-
-def insist_on_ranks(name: str, size: int | None) -> None:
-    """Check an argument that says how many ranks an axis has.
-
-    Raises:
-        ConfigurationError: it is neither None nor a positive int.
-    """
-    if size is not None and (type(size) is not int or size < 1):
-        raise ConfigurationError(f"{name}={size!r} is not a number of ranks; use 1 or more")
 
 
 def number_of_replicas(name: str, size: int, world: int) -> int:

@@ -36,7 +36,7 @@ from lightning_dist.comm import Mesh
 from lightning_dist.core.errors import ConfigurationError, RankMismatchError, mixed_imports_hint
 from lightning_dist.engine import Parallel, Plan, clip_by_norm, grad_norm, grad_norms, parallelize, undo
 from lightning_dist.strategies import averaging, model_summary, precision
-from lightning_dist.strategies.base import choose
+from lightning_dist.strategies.arguments import insist
 from lightning_dist.strategies.checkpoints import CheckpointingStrategy, unwrapped
 from lightning_dist.strategies.loaders import OnUneven, align
 from lightning_dist.strategies.loss_weight import WeighedStep
@@ -77,9 +77,12 @@ class ShardedStrategy(CheckpointingStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        choose("on_nonfinite", on_nonfinite, ("error", "skip", "ignore"))
-        choose("on_uneven", on_uneven, ("stop", "error"))
-        choose("checkpoint_format", checkpoint_format, ("full",))
+        insist(
+            master_weights=master_weights,
+            on_nonfinite=on_nonfinite,
+            on_uneven=on_uneven,
+            checkpoint_format=checkpoint_format,
+        )
         self.master_weights, self.on_uneven = master_weights, on_uneven
         self._losses = LossWatch(on_nonfinite)
         self._parallel: Parallel | None = None

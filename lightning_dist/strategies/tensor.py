@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from lightning_dist.core.layout import Layout
 from lightning_dist.engine import Plan, size_words, step_bytes
-from lightning_dist.strategies.replica import ReplicaStrategy, insist_on_ranks, number_of_replicas
+from lightning_dist.strategies.arguments import insist
+from lightning_dist.strategies.replica import ReplicaStrategy, number_of_replicas
 from lightning_dist.tensor import in_whole
 
 
@@ -48,7 +49,7 @@ class TensorParallelStrategy(ReplicaStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        insist_on_ranks("tp", tp)
+        insist(tp=tp, sequence_parallel=sequence_parallel, tp_plan=tp_plan)
         self.tp, self.sequence_parallel, self.tp_plan = tp, sequence_parallel, tp_plan
 
     @override

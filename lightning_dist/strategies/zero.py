@@ -5,9 +5,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_dist.core.stages import stage_row
 from lightning_dist.engine import Plan, memory_line
-from lightning_dist.strategies.base import choose
+from lightning_dist.strategies.arguments import insist
 from lightning_dist.strategies.sharded import ShardedStrategy
 from lightning_dist.zero.engine import Accumulate
 
@@ -32,8 +31,7 @@ class ZeROStrategy(ShardedStrategy):
         self, stage: int = 3, *, accumulate: Accumulate = "shard", prefetch_bytes: int | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        stage_row(stage)
-        choose("accumulate", accumulate, ("shard", "local"))
+        insist(stage=stage, accumulate=accumulate, prefetch_bytes=prefetch_bytes)
         self.stage = stage
         self.accumulate: Accumulate = accumulate
         self.prefetch_bytes = prefetch_bytes
