@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_dist.comm import Mesh, pairs
+from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.core.layout import Layout
 from lightning_dist.core.split import even_split
 from lightning_dist.params.questions import without_answers
@@ -433,6 +434,9 @@ OPS: dict[str, Op] = {
     "two_views_written": Op(lambda x: changed(x, two_columns), (ODD,), None),
     "view_read_after_a_write": Op(lambda x: changed(x, read_later), (ODD,), None),
     "out_is_a_view": Op(lambda x: out_into_a_row(x), (ODD,), None),
+    "list": Op(lambda x, y: torch._foreach_mul([x, y], [2.0, 3.0]), (ODD, T((3,))), True),
+    "list_in_place": Op(lambda x, y: changed(x, lambda t: torch._foreach_add_([t], [y])), (ODD, T((3, 5, 7))), True),
+    "list_of_mixed": Op(lambda x, y: changed(y, lambda t: torch._foreach_add_([t], [x])), (ODD, T((3, 5, 7))), None),
     "index_add_in_place": Op(
         lambda x, y: changed(x, lambda t: t.index_add_(1, torch.tensor([0, 3]), y)), (ODD, T((3, 2, 7))), None
     ),
@@ -520,6 +524,29 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "eye": lambda p: nn.init.eye_(p),
     "constant": lambda p: nn.init.constant_(p, 2.0),
     "uniform_part": lambda p: p.data[3:].uniform_(),
+    "list": lambda p: torch._foreach_mul_([p], 0.5),
+    "list_of_the_same": lambda p: torch._foreach_add_([p, p.data, p], 1.0),
+    "list_by_whole_tensors": lambda p: torch._foreach_copy_([p], [torch.arange(30.0).double().view(6, 5)]),
+    "list_by_lists": lambda p: torch._foreach_lerp_([p.data], [p.detach().abs()], 0.25),
+    "list_by_numbers": lambda p: torch._foreach_div_((p, p), (2.0, 4.0)),
+    "list_of_rows": lambda p: torch._foreach_zero_([p.data[0], p.data[3]]),
+    "list_of_pieces": lambda p: torch._foreach_neg_(p.data.split(4)),
+    "list_of_out": lambda p: torch.sort(
+        torch.arange(30.0).double().flip(0).view(6, 5), out=(p.data, torch.empty(6, 5, dtype=torch.long))
+    ),
+    "in_place_by_name": lambda p: F.threshold(p.data, 0.1, 0.3, inplace=True),
+    "fused_step": lambda p: torch._fused_sgd_(
+        [p],
+        [torch.ones(6, 5).double()],
+        [],
+        weight_decay=0.1,
+        momentum=0.0,
+        lr=0.1,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    ),
 }
 
 
@@ -545,6 +572,32 @@ def test_writes_into_cut_parameters_arrive(dim: int) -> None:
         assert not torch.equal(plain, before), name
         assert isinstance(cut, SplitTensor)
         torch.testing.assert_close(whole(cut).detach(), plain.detach(), msg=name, **EXACT)
+
+
+@ranks(2)
+def test_lists_of_cut_parameters_are_written_in_parts() -> None:
+    """Nothing is sent for an average of all weights, as `torch.optim.swa_utils` keeps it."""
+    axis = mesh().tp
+    (plain, cut), (other, cut_other) = cut_parameter(axis, 0), cut_parameter(axis, 1)
+    with torch.no_grad(), axis.ledger.measure() as sent:
+        for parameters in ([plain, other], [cut, cut_other]):
+            torch._foreach_lerp_(parameters, torch._foreach_mul(parameters, 2.0), 0.25)
+    assert sent.total() == 0
+    for mine, want in ((cut, plain), (cut_other, other)):
+        torch.testing.assert_close(whole(mine), want, **EXACT)  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_arrays_of_cut_parameters_may_be_read() -> None:
+    """Writes into a NumPy array cannot be followed into the parts, so they are refused."""
+    plain, cut = cut_parameter(mesh().tp, 0)
+    for view in (lambda p: p.data, lambda p: p.detach()[1:], lambda p: p.data.t()):
+        array = view(cut).numpy()
+        assert (array == view(plain).numpy()).all()
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0.0
+    with pytest.raises(UnsupportedModelError, match=r"unsqueeze_ would change the shape \(6, 5\)"):
+        cut.data.unsqueeze_(0)
 
 
 @ranks(2, 4)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -34,6 +35,7 @@ from torch.utils import _pytree as pytree
 from lightning_dist.comm import pairs
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.comm.rollcall import Place
+from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.core.split import Split
 from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, without_answers
 
@@ -148,26 +150,33 @@ _COMPOUND.add("__setitem__")
 
 
 def on_the_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Compute on whole tensors, on all ranks alike."""
+    """Compute on whole tensors, on all ranks alike; what the function writes into them goes to the parts."""
     first = args[0] if args else None
     if func in _FREE and isinstance(first, SplitTensor):
         return func(without_answers(first), *args[1:], **kwargs)
-    parts = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SplitTensor)]
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    sources = {id(leaf): leaf for leaf in leaves if isinstance(leaf, SplitTensor)}
+    some = next(iter(sources.values()))
     name = getattr(func, "__name__", str(func))
-    _announce(parts, name)
-    out = kwargs.get("out")
-    if isinstance(out, SplitTensor):
-        copy = whole(out).detach().clone()
-        func(*args, **{**kwargs, "out": copy})
-        _write(out, copy)
-        return out
-    if writes(name) and isinstance(first, SplitTensor):
-        return _in_place(func, args, kwargs)
-    _mention(name, parts[0])
-    args, kwargs = pytree.tree_map(lambda leaf: whole(leaf) if isinstance(leaf, SplitTensor) else leaf, (args, kwargs))
-    result = func(*args, **kwargs)
-    if isinstance(first, SplitTensor):
-        return seen_through(result, Collected(args[0], first, first._version))
+    _announce(list(sources.values()), name)
+    targets = written_by(func, args, kwargs)
+    if not targets:
+        _mention(name, some)
+    wholes = {key: whole(source) for key, source in sources.items()}
+    versions = {key: _version(values) for key, values in wholes.items()}
+    plain_args, plain_kwargs = pytree.tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
+    result = func(*plain_args, **plain_kwargs)
+    written = {
+        id(wholes[key]): source
+        for key, source in sources.items()
+        if versions[key] != _version(wholes[key]) or any(target is source for target in targets)
+    }
+    for key, source in sources.items():
+        if id(wholes[key]) in written:
+            _write(source, wholes[key], name)
+    result = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), result)
+    for key, source in sources.items():
+        result = seen_through(result, Collected(wholes[key], source, _version(source)))
     return result
 
 
@@ -238,16 +247,25 @@ def writes(name: str) -> bool:
     return name in _COMPOUND or (name.endswith("_") and not name.endswith("__"))
 
 
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Write through the whole tensor into this rank's part."""
-    target: SplitTensor = args[0]
-    copy = whole(target).clone()
-    result = func(copy, *args[1:], **kwargs)
-    _write(target, copy)
-    return None if result is None else target
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call says it writes into: its first operand or the tensors of that list, and `out`."""
+    into = args[:1] if writes(getattr(func, "__name__", "")) or kwargs.get("inplace") is True else ()
+    return [leaf for leaf in pytree.tree_leaves((into, kwargs.get("out"))) if isinstance(leaf, Tensor)]
 
 
-def _write(target: SplitTensor, values: Tensor) -> None:
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written into; tensors of inference mode do not count it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return -1 if tensor.is_inference() else tensor._version
+
+
+def _write(target: SplitTensor, values: Tensor, name: str = "a write") -> None:
+    """This rank's part of the values into the part that it holds."""
+    if tuple(values.shape) != whole_shape(target):
+        raise UnsupportedModelError(
+            f"{name} would change the shape {whole_shape(target)} of a tensor that ranks hold in parts into "
+            f"{tuple(values.shape)}; assign what it returns to a new tensor, or change the shape before training"
+        )
     lie = target.lie
     with torch._C.DisableTorchFunctionSubclass():
         target.copy_(pairs.take(values, lie.axis, lie.dim, lie.split))
@@ -280,15 +298,15 @@ class Collected:
 
     def follow(self, *, surely: bool) -> None:
         """Take over what was written into the source meanwhile; `surely` also where versions do not tell (`data`)."""
-        if self.version != self.source._version or (surely and WRITABLE in self.source.__dict__):
+        if self.version != _version(self.source) or (surely and WRITABLE in self.source.__dict__):
             _announce([self.source], "a view")
             self.values.copy_(whole(self.source))
-            self.version = self.source._version
+            self.version = _version(self.source)
 
     def write_back(self) -> None:
         """The source gets the values."""
         _write(self.source, self.values)
-        self.version = self.source._version
+        self.version = _version(self.source)
 
 
 class View(Tensor):
@@ -305,26 +323,42 @@ class View(Tensor):
     ) -> Any:
         """As of a plain tensor; after a write the parts are written too, and a view of a view is one."""
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        writing = writes(getattr(func, "__name__", ""))
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        views = {id(leaf): leaf for leaf in leaves if isinstance(leaf, View)}
+        targets = {id(target) for target in written_by(func, args, kwargs)}
+        if len({id(view.collected) for key, view in views.items() if key in targets}) > 1:
+            return _one_by_one(func, args, kwargs)
         if func not in QUESTIONS and func not in SHAPE_QUESTIONS:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, View):
-                    leaf.collected.follow(surely=writing and leaf is first)
-        plain_args, plain_kwargs = pytree.tree_map(
-            lambda leaf: without_answers(leaf) if isinstance(leaf, View) else leaf, (args, kwargs)
-        )
+            for key, view in views.items():
+                view.collected.follow(surely=key in targets)
+        plain = {key: without_answers(view) for key, view in views.items()}
+        versions = {key: _version(tensor) for key, tensor in plain.items()}
+        plain_args, plain_kwargs = pytree.tree_unflatten([plain.get(id(leaf), leaf) for leaf in leaves], spec)
         result = func(*plain_args, **plain_kwargs)
-        out = kwargs.get("out")
-        if isinstance(out, View):
-            out.collected.write_back()
-            return out
-        if not isinstance(first, View):
-            return result
-        if writing:
-            first.collected.write_back()
-            return None if result is None else first
-        return seen_through(result, first.collected)
+        written = [key for key in views if key in targets or versions[key] != _version(plain[key])]
+        for key in written:
+            views[key].collected.write_back()
+        same = {id(plain[key]): views[key] for key in written}
+        result = pytree.tree_map(lambda leaf: same.get(id(leaf), leaf), result)
+        for view in views.values():
+            result = seen_through(result, view.collected)
+        return result
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A list of views that were collected each for itself: the second would overwrite what the first has written."""
+    name = func.__name__
+    if not name.startswith("_foreach_"):
+        raise UnsupportedModelError(
+            f"{name} would write into several views of tensors that ranks hold in parts; call it for each of them"
+        )
+
+    def row(value: Any, index: int) -> Any:
+        return [value[index]] if isinstance(value, (list, tuple)) else value
+
+    for index in range(len(args[0])):
+        func(*(row(arg, index) for arg in args), **{key: row(value, index) for key, value in kwargs.items()})
+    return args[0]
 
 
 def _still_writable(args: tuple[Any, ...], result: Any) -> None:
@@ -342,10 +376,15 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def seen_through(result: Any, collected: Collected) -> Any:
-    """`result` itself, or a `View` where it lies in the memory of what was collected."""
+    """`result` itself, or a `View` where it lies in the memory of what was collected.
+
+    A NumPy array over that memory may be read only: what is written into one cannot be seen.
+    """
+    if isinstance(result, np.ndarray) and WRITABLE in collected.source.__dict__:
+        result.flags.writeable = False
     if type(result) in (tuple, list):
         return type(result)(seen_through(piece, collected) for piece in result)
-    if not isinstance(result, Tensor) or isinstance(result, SplitTensor) or result.layout is not torch.strided:
+    if not isinstance(result, Tensor) or isinstance(result, (SplitTensor, View)) or result.layout is not torch.strided:
         return result
     if not result.numel() or not _same_memory(result, collected.values):
         return result

@@ -10,7 +10,7 @@ from lightning_dist.comm.parts import part_of
 from lightning_dist.params.questions import without_answers
 from lightning_dist.tensor.draws import local_draws
 from lightning_dist.tensor.rules.operands import Args, Kwargs, first_split, matched, ndim_of
-from lightning_dist.tensor.split_tensor import WRITABLE, Lie, SplitTensor, split_tensor, whole_shape
+from lightning_dist.tensor.split_tensor import WRITABLE, Lie, SplitTensor, split_tensor, whole_shape, writes
 
 DATA = getattr(Tensor, "data").__get__  # noqa: B009 (a descriptor)
 
@@ -52,6 +52,37 @@ def in_place(func: Any, args: Args, kwargs: Kwargs) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         func(target, *local[0], **local[1])
     return target
+
+
+def each(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`torch._foreach_*`: elementwise over lists, of which every tensor lies in its own way."""
+    into = writes(func.__name__)
+    operands = [list(value) if isinstance(value, (list, tuple)) else value for value in (*args, *kwargs.values())]
+    lists = [operand for operand in operands if isinstance(operand, list)]
+    lies: dict[int, tuple[Lie, int]] = {}
+    for index, row in enumerate(zip(*lists, strict=False)):
+        like = row[0] if into else next((leaf for leaf in row if isinstance(leaf, SplitTensor)), None)
+        if not isinstance(like, SplitTensor):
+            if any(isinstance(leaf, SplitTensor) for leaf in row):
+                return NotImplemented
+            continue
+        r = ndim_of(like) - like.lie.dim
+        lies[index] = (like.lie, r)
+        for values in lists[into:]:
+            if isinstance(values[index], Tensor):
+                values[index] = matched(values[index], like.lie, r)
+                if values[index] is None:
+                    return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
+    if into:
+        return None if out is None else args[0]
+    return type(out)(
+        split_tensor(tensor, Lie(lies[index][0].axis, tensor.ndim - lies[index][1], lies[index][0].split))
+        if index in lies
+        else tensor
+        for index, tensor in enumerate(out)
+    )
 
 
 def casting(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -16,6 +16,7 @@ from lightning_dist.tensor.rules.pointwise import (
     data_of,
     drawing,
     dropping,
+    each,
     elementwise,
     hooking,
     in_place,
@@ -62,6 +63,7 @@ _IN_PLACE = """
     __imul__ __itruediv__ sqrt_ rsqrt_ square_ abs_
 """
 _ACTIVATIONS = "gelu silu relu elu selu leaky_relu softplus mish hardswish hardtanh relu6 celu logsigmoid softsign"
+_FOREACH_OTHERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm")
 _REDUCTIONS = "sum mean amax amin var std prod any all logsumexp argmax argmin max min sort"
 
 
@@ -80,6 +82,10 @@ def table() -> dict[Any, Rule]:
     enter(elementwise, *_functions(_ACTIVATIONS + " tanh sigmoid", F), torch.zeros_like, torch.ones_like)
     enter(elementwise, torch.empty_like, torch.full_like, torch.special.expit)
     enter(in_place, *_functions(_IN_PLACE, Tensor))
+    enter(
+        each,
+        *(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name not in _FOREACH_OTHERS),
+    )
     enter(data_of, DATA, Tensor.detach, torch.detach)
     enter(casting, Tensor.to, Tensor.type_as)
     enter(set_data, vars(torch._C.TensorBase)["data"].__set__)
