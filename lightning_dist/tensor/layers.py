@@ -29,6 +29,7 @@ from lightning_dist.comm import pairs
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.split import Split, even_split
 from lightning_dist.params.questions import without_answers
+from lightning_dist.tensor.autocast import for_product, product_dtype
 from lightning_dist.tensor.split_tensor import Lie, SplitTensor, split_tensor, whole
 
 REGATHERED = "regathered input"
@@ -59,7 +60,8 @@ class Siblings:
 
     def enter(self, x: Tensor) -> "tuple[Tensor, _Pass]":
         """The input as the products read it; the same object for all that read the same `x`."""
-        state = (x._version, x.requires_grad, torch.is_grad_enabled(), *(w.requires_grad for w in self.weights))
+        trained = [w.requires_grad for w in self.weights]
+        state = (x._version, x.requires_grad, torch.is_grad_enabled(), product_dtype(x), *trained)
         same = self.seen is not None and self.seen() is x and self.state == state
         if same and self.shared is not None and not self.shared[1].spent:
             return self.shared
@@ -67,7 +69,7 @@ class Siblings:
         record = _Pass(self.axis, tokens)
         weights = [without_answers(w) if w.requires_grad else w.detach() for w in self.weights]
         entered: Tensor = _Enter.apply(  # type: ignore[no-untyped-call]
-            without_answers(x) if isinstance(x, SplitTensor) else x, record, *weights
+            for_product(without_answers(x) if isinstance(x, SplitTensor) else x), record, *weights
         )
         self.seen, self.state = weakref.ref(x), state
         self.shared = (entered, record)
@@ -184,8 +186,10 @@ def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, lie: Lie) ->
     else:
         entered, record = siblings.enter(x)
         index = next(i for i, w in enumerate(siblings.weights) if w is weight)
+        read = for_product(without_answers(weight).detach())
+        own_bias = None if own_bias is None else for_product(own_bias)
         out = _Product.apply(  # type: ignore[no-untyped-call]
-            entered, without_answers(weight).detach(), own_bias, record, index, x.requires_grad
+            entered, read, own_bias, record, index, x.requires_grad
         )
     return split_tensor(out, Lie(axis, out.ndim - 1, lie.split))
 
@@ -197,6 +201,7 @@ def _part_of_bias(bias: Tensor | None, lie: Lie) -> Tensor | None:
 
 
 def _enter_alone(x: Tensor, axis: Axis) -> Tensor:
+    x = for_product(x)
     if isinstance(x, SplitTensor):
         return pairs.collect_for_use(without_answers(x), axis, x.lie.dim, x.lie.split)
     return pairs.spread(x, axis) if x.requires_grad else x
@@ -250,5 +255,5 @@ def total(summand: Tensor, axis: Axis, *, sequence_parallel: bool) -> Tensor:
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """The rules of elementwise functions know what a divided `x` means for the gradient of `bias`."""
-    return x if bias is None else x + bias
+    """The bias of a linear. The rules of elementwise functions know what a divided `x` means for its gradient."""
+    return x if bias is None else x + for_product(bias)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_dist.comm.mesh import Axis
 from lightning_dist.core.split import Split
+from lightning_dist.tensor.autocast import loss_dtype
 
 PURPOSE = "loss"
 
@@ -94,10 +95,10 @@ def cross_entropy(
     smooth = torch.where(kept, over_all, zero) / size
     tokens = (1.0 - label_smoothing) * nll + label_smoothing * smooth if label_smoothing else nll
     if reduction == "none":
-        return tokens.view(shape).to(logits.dtype)
+        return tokens.view(shape).to(loss_dtype(logits))
     summed = tokens.sum()
     out: Tensor = summed / target_weight.sum() if reduction == "mean" else summed
-    return out.to(logits.dtype)
+    return out.to(loss_dtype(logits))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
