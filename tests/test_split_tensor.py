@@ -655,12 +655,24 @@ def test_gradients_that_are_asked_for(dim: int) -> None:
 
 @ranks(2)
 def test_second_derivatives_are_refused() -> None:
-    """A gradient penalty would need collectives that are differentiable twice; it must not be silently wrong."""
-    _, cut = cut_parameter(mesh().tp, 0)
-    x = torch.linspace(-1, 1, 10).double().view(2, 5).requires_grad_()
-    (by,) = torch.autograd.grad(F.linear(x, cut).tanh().sum(), [x], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        by.pow(2).sum().backward()
+    """A gradient penalty would need collectives that know two backwards. First ones that keep a graph are right."""
+    axis = mesh().tp
+    plain, cut = cut_parameter(axis, 0)
+    target = torch.tensor([2, 5])
+    calls: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "alone": lambda p, x: F.linear(x, p).tanh().sum(),
+        "rows": lambda p, x: F.linear(F.linear(x, p).tanh(), p.t()).pow(2).sum(),
+        "loss": lambda p, x: F.cross_entropy(F.linear(x, p), target),
+        "collected": lambda p, x: F.linear(x, p).cumsum(1).pow(2).sum(),
+    }
+    for name, call in calls.items():
+        found = []
+        for parameter in (plain, cut):
+            x = torch.linspace(-1, 1, 10).double().view(2, 5).requires_grad_()
+            found.append(torch.autograd.grad(call(parameter, x), [x], create_graph=True)[0])
+        torch.testing.assert_close(found[1].detach(), found[0].detach(), msg=name, **EXACT)
+        with pytest.raises(UnsupportedModelError, match=r"gradient of a gradient .*create_graph=True.*replicate"):
+            found[1].pow(2).sum().backward()
 
 
 # Random numbers -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ et al. 2022, arXiv 2205.05198, sec. 4.2.2: g and g-bar). Each function below is 
     `total_parts`      all-gather          a summand on each -> a part of the sum on each
     =================  ==================  =========================================================
 
-None is differentiable twice: a collective in backward leaves no trace for a second one, which would be silently wrong.
+None is differentiable twice, see `once`.
 
 `torch.distributed.nn.functional` differs: its all-reduce adds up the gradients of losses that every rank has in full.
 """
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_dist.comm.mesh import Axis
+from lightning_dist.comm.once import once_differentiable
 from lightning_dist.comm.parts import part_of
 from lightning_dist.core.split import Split
 

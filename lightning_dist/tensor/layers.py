@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from lightning_dist.comm import pairs
 from lightning_dist.comm.mesh import Axis
+from lightning_dist.comm.once import once_differentiable
 from lightning_dist.core.split import Split, even_split
 from lightning_dist.params.questions import without_answers
 from lightning_dist.tensor.autocast import for_product, product_dtype
@@ -110,7 +111,7 @@ class _Enter(torch.autograd.Function):
         return record.axis.gather_parts(x, record.tokens.dim, record.tokens.split, purpose=pairs.ACTIVATIONS)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         record: _Pass = ctx.record
         record.spent, outputs = True, record.of_this_backward()
@@ -152,7 +153,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, weight, bias).detach()  # a linear returns a view, into which nobody could write in place
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         grad = grads[0]

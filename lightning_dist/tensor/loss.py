@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.comm.mesh import Axis
+from lightning_dist.comm.once import once_differentiable
 from lightning_dist.core.split import Split
 from lightning_dist.tensor.autocast import loss_dtype
 
@@ -48,7 +49,7 @@ class _TokenLosses(torch.autograd.Function):
         return log_z - at_target, weight_sum * log_z - weighted_sum
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         by_target, by_all = grads
         softmax, place, mine, weight = ctx.saved_tensors
