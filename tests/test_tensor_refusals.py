@@ -280,6 +280,51 @@ def test_plans_that_differ_between_ranks() -> None:
     assert "attention.qkv" in words
 
 
+# Compiling ------------------------------------------------------------------------------------------------------
+
+
+def compiled_by_method(module: Lit) -> None:
+    module.model.compile(backend="eager")
+
+
+def wrapped(module: Lit) -> None:
+    module.model.blocks[0] = torch.compile(module.model.blocks[0], backend="eager")  # type: ignore[union-attr, index, operator]
+
+
+@ranks(2)
+@pytest.mark.parametrize(("how", "named"), [(compiled_by_method, "model"), (wrapped, "model.blocks.0")])
+def test_compiled_modules_are_refused_at_setup(how: Any, named: str) -> None:
+    module = Lit("hand_written")
+    how(module)
+    words = refusal(module)
+    assert words.startswith(f"{named} is compiled")
+    assert "Leave torch.compile and .compile() out" in words
+
+
+class CompilesLater(Lit):
+    """What a layer of cut weights computes goes into a compiled function, or the layer is compiled after setup."""
+
+    compiles = "function"
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        up = self.model.blocks[0].up  # type: ignore[union-attr, index]
+        x = torch.zeros(2, up.in_features, dtype=torch.float64)
+        if self.compiles == "module":
+            up.compile(backend="eager")
+            return up(x).sum()
+        return torch.compile(torch.tanh, backend="eager")(up(x)).sum()
+
+
+@ranks(2)
+@pytest.mark.parametrize("compiles", ["function", "module"])
+def test_compiling_later_is_refused(compiles: str) -> None:
+    module = CompilesLater("hand_written")
+    module.compiles = compiles
+    trainer = trainer_on_ranks(TensorParallelStrategy(), max_steps=1)
+    with pytest.raises(Exception, match="cannot trace tensors of which each rank holds a part"):
+        trainer.fit(module, texts())
+
+
 @ranks(2)
 def test_the_random_stream_is_shared_at_setup() -> None:
     """Peers that were seeded differently draw alike from setup on."""

@@ -19,6 +19,7 @@ from lightning_dist.core.shard import CUT, cut_of
 from lightning_dist.core.split import Split, even_split
 from lightning_dist.params.hooks import ModuleHook
 from lightning_dist.params.questions import CLASS, in_words
+from lightning_dist.tensor.compiled import refuse_compiled
 from lightning_dist.tensor.layers import SEQUENCE, SIBLINGS, Siblings
 from lightning_dist.tensor.parameter import LIE, CutParameter, cut_in_place
 from lightning_dist.tensor.plan import Target, find_targets, linears
@@ -56,10 +57,11 @@ def cut_module(
 
     Raises:
         ConfigurationError: see `find_targets`; a size that cannot be divided (heads); conflicting styles of one weight.
-        UnsupportedModelError: no plan is known for the module; a style that does not fit a module.
+        UnsupportedModelError: no plan is known for the module; a style that does not fit a module; a compiled module.
         RankMismatchError: the ranks have other modules or other plans.
     """
     targets = find_targets(module, plan)
+    refuse_compiled(module, [target.name for target in targets])
     wanted: dict[nn.Parameter, _Wanted] = {}
     groups: dict[nn.Module, Siblings] = {}
     for target in targets:

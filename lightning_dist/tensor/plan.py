@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
+from lightning_dist.tensor.compiled import WRAPPER
 from lightning_dist.tensor.families import FAMILIES
 from lightning_dist.tensor.styles import Style, style
 
@@ -81,7 +82,7 @@ def _by_patterns(root: nn.Module, prefix: str, plan: Mapping[str, str], *, stric
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
+    parts, wanted = name.replace(WRAPPER, "").split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 

@@ -38,6 +38,7 @@ from lightning_dist.comm.rollcall import Place
 from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.core.split import Split
 from lightning_dist.params.questions import QUESTIONS, SHAPE_QUESTIONS, without_answers
+from lightning_dist.tensor.compiled import refuse_tracing
 
 RULES: dict[object, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {}
 """From torch functions to what they do with parts; `rules` fills it."""
@@ -67,6 +68,7 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answer questions, carry operations through by their rule, else compute on the whole."""
+        refuse_tracing()
         kwargs = kwargs or {}
         if func in QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
