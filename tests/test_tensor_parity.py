@@ -63,4 +63,4 @@ def test_loss_and_gradients_equal_one_process(name: str, sequence_parallel: bool
 
 
 def test_the_sweep_is_as_wide_as_it_says() -> None:
-    assert len(CASES) == 20
+    assert len(CASES) == 22

@@ -146,13 +146,29 @@ def _wanted_of(target: Target, axis: Axis) -> list[_Wanted]:
         return []
     if isinstance(thing, nn.Parameter):
         return _of_parameter(target, thing, axis)
-    base = getattr(thing, "base_layer", None)  # an adapter (LoRA) around the layer
-    found = _of_layer(
-        target, thing if base is None else base, axis, f"{target.name}{'' if base is None else '.base_layer'}"
-    )
-    if base is not None:
-        found += _of_adapter(target, thing, axis, found[0].split if found else None)
-    return found
+    return [item for name, layer in _layers_of(target.name, thing) for item in _of_adapted(target, layer, axis, name)]
+
+
+def _layers_of(name: str, thing: nn.Module) -> list[tuple[str, Any]]:
+    """A layer itself, or those that peft keeps in its place: the original, and copies that are trained whole.
+
+    Where peft trains single words of a table, it joins them with the others in every forward; that table stays whole.
+    """
+    if "token_adapter" in thing._modules:
+        return []
+    original, copies = thing._modules.get("original_module"), thing._modules.get("modules_to_save")
+    if original is None or not isinstance(copies, nn.ModuleDict):
+        return [(name, thing)]
+    trained = [(f"{name}.modules_to_save.{key}", copy) for key, copy in copies.items()]
+    return [(f"{name}.original_module", original), *trained]
+
+
+def _of_adapted(target: Target, layer: Any, axis: Axis, name: str) -> list[_Wanted]:
+    base = getattr(layer, "base_layer", None)  # an adapter (LoRA) around the layer
+    if base is None:
+        return _of_layer(target, layer, axis, name)
+    found = _of_layer(target, base, axis, f"{name}.base_layer")
+    return found + _of_adapter(target, layer, axis, found[0].split if found else None)
 
 
 def _of_parameter(target: Target, parameter: nn.Parameter, axis: Axis) -> list[_Wanted]:

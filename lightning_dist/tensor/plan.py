@@ -108,7 +108,8 @@ def _of_hugging_face(root: nn.Module, name: str, sub: nn.Module) -> dict[str, Ta
         except NotImplementedError:  # how models without words (vision, audio) answer
             continue
         path = next((n for n, m in sub.named_modules() if m is layer), None) if layer is not None else None
-        if path is not None and isinstance(layer, (nn.Embedding, nn.Linear)):
+        inner = getattr(layer, "original_module", layer)  # peft keeps a copy beside it that is trained whole
+        if path is not None and isinstance(inner, (nn.Embedding, nn.Linear)):
             full = f"{name}.{path}" if name else path
             found[full] = _target(root, full, style("colwise", path))
     return found

@@ -81,14 +81,14 @@ def hf(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def with_lora() -> nn.Module:
+def with_lora(tied: bool = False, **options: Any) -> nn.Module:
     """Adapters on all linears of a Llama."""
     import peft
 
-    config = peft.LoraConfig(
-        r=2, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    )
-    model = peft.get_peft_model(hf("LlamaForCausalLM", "LlamaConfig", **DECODER)(), config)  # type: ignore[arg-type]
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=2, lora_alpha=8, lora_dropout=0.0, target_modules=targets, **options)
+    plain = hf("LlamaForCausalLM", "LlamaConfig", **DECODER, tie_word_embeddings=tied)()
+    model = peft.get_peft_model(plain, config)  # type: ignore[arg-type]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # zeros, with which A would get no gradient
@@ -307,6 +307,8 @@ CASES: dict[str, Case] = {
         pictures,
     ),
     "lora": Case(with_lora, own_loss, text),
+    "lora_new_words": Case(lambda: with_lora(modules_to_save=["embed_tokens", "lm_head"]), own_loss, text),
+    "lora_some_words": Case(lambda: with_lora(tied=True, trainable_token_indices=[1, 5, 20]), own_loss, text),
     "hand_written": Case(HandWrittenGPT, next_token_loss, text, HandWrittenGPT.PLAN),
     "encoder": Case(lambda: Encoder(batch_first=True), next_token_loss, text),
     "encoder_length_first": Case(lambda: Encoder(batch_first=False), next_token_loss, text),
