@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,3 +279,19 @@ def test_what_a_pipeline_refuses_is_refused_only_there() -> None:
     trainer_on_ranks(strategy, max_steps=1).fit(Planned(), points(24, 8))
     with pytest.raises(ConfigurationError, match="no stages"):
         _ = strategy.pipeline
+
+
+def used_up(name: str) -> weakref.ref[Any]:
+    """The mesh of a strategy that has trained."""
+    strategy = hybrid(name)
+    trainer_on_ranks(strategy, max_steps=1).fit(Planned(), points(24, 8, **share(strategy)))
+    return weakref.ref(strategy.mesh)
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_outlives_the_trainer(name: str) -> None:
+    """Graphs of steps that were left halfway, and of fakes, hold nothing: groups have threads, and memory adds up."""
+    mesh = used_up(name)
+    gc.collect()
+    assert mesh() is None

@@ -142,6 +142,7 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh) -> Parallel:
             recompute=plan.recompute,
             fill=fill,
             in_whole=in_whole,
+            left=lambda: None if cuts is None else cuts.forget_inputs(),
         )
     else:
         fill(lambda _: True)

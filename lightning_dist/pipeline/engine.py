@@ -79,7 +79,7 @@ class PipelineEngine:
         recompute: keep only the input of each layer for backward.
         fill: called when it is known which parameters live here (those for which its argument is true) and before the
             others are let go: to give values to those on the meta device, or to divide parameters in other ways.
-        in_whole: see `StageView`.
+        in_whole, left: see `StageView`.
 
     Raises:
         ConfigurationError: an argument that does not exist or does not fit; fewer layers than stages.
@@ -100,6 +100,7 @@ class PipelineEngine:
         recompute: bool = False,
         fill: Callable[[Callable[[nn.Parameter], bool]], object] | None = None,
         in_whole: Callable[[Any], Any] = lambda value: value,
+        left: Callable[[], object] = lambda: None,
     ) -> None:
         self.module, self.mesh = module, mesh
         pp = mesh.pp
@@ -120,7 +121,7 @@ class PipelineEngine:
             fill(homes.is_here)
         self.fakes = Fakes()
         self.freed = absent.let_go(module, self.fakes)
-        self.view = StageView(module, self.stages, self.fakes, recompute=recompute, in_whole=in_whole)
+        self.view = StageView(module, self.stages, self.fakes, recompute=recompute, in_whole=in_whole, left=left)
         self.executor = Executor(self.view, pp.rank, pp.mail)
         self.shared = [p for p in module.parameters() if homes.is_here(p) and homes.is_shared(p, pp.size)]
         seen = {part for whole in (*self.view.passage.ahead, *chain.layers) for part in whole.modules()}

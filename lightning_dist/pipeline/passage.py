@@ -31,9 +31,17 @@ class StepShapeError(UnsupportedModelError):
 
 
 class Passage:
-    """The layers of `module` and what is ahead of them; `names` are for messages."""
+    """The layers of `module` and what is ahead of them; `names` are for messages.
 
-    def __init__(self, module: nn.Module, stages: Stages, fakes: Fakes) -> None:
+    Args:
+        left: called when a run is over. Most runs are left in the midst of a forward, by an exception that modules'
+            forward hooks do not see.
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: Stages, fakes: Fakes, *, left: Callable[[], object] = lambda: None
+    ) -> None:
+        self.left = left
         self.module, self.stages, self.fakes = module, stages, fakes
         self.names = {part: name or type(part).__name__ for name, part in module.named_modules()}
         self.ahead = list(_outermost_with_parameters(module, set(stages.chain.layers)))
@@ -73,6 +81,7 @@ class Passage:
             return True, None
         finally:
             self.fakes.active = self.fakes.behind = False
+            self.left()
         if done:
             raise StepShapeError(
                 "the step caught the exception by which a pipeline stage ends a step (a bare `except:`, an `except "

@@ -48,6 +48,7 @@ class StageView:
         module: the whole module; parameters of other stages may be absent.
         stages: see `Stages`.
         recompute: keep only the input of each layer for backward and compute the layer again there.
+        left: see `Passage`.
         in_whole: puts a tensor together of which each rank of a stage holds a part; anything else stays as it is.
     """
 
@@ -59,9 +60,10 @@ class StageView:
         *,
         recompute: bool = False,
         in_whole: Callable[[Any], Any] = lambda value: value,
+        left: Callable[[], object] = lambda: None,
     ) -> None:
         self.stages, self.fakes, self.recompute, self.in_whole = stages, fakes, recompute, in_whole
-        self.passage = Passage(module, stages, fakes)
+        self.passage = Passage(module, stages, fakes, left=left)
         outside = {parameter for part in self.passage.ahead for parameter in part.parameters()}
         self.inside = {
             parameter: f"{name}.{inner}"

@@ -29,11 +29,17 @@ from lightning_dist.tensor.styles import Side
 
 @dataclass(frozen=True)
 class Report:
-    """What was cut: full names of cut parameters, of linears that stay whole, and the hooks that were needed."""
+    """What was cut: full names of cut parameters, of linears that stay whole, hooks, groups that read one input."""
 
     cut: list[str] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    siblings: list[Siblings] = field(default_factory=list)
+
+    def forget_inputs(self) -> None:
+        """A forward was left in the midst of it: what its modules would have forgotten at their ends is forgotten."""
+        for group in self.siblings:
+            group.forget()
 
     def __deepcopy__(self, memo: object) -> "Report":
         """A copy of the module has no hooks of ours, and is whole if it is taken inside `gathered`."""
@@ -100,7 +106,7 @@ def cut_module(
             hooks += _hook_experts(target, axis)
     held = {p for p in module.parameters() if cut_of(p) is not None}
     left = [n for n, m in linears(module) if held.isdisjoint(m.parameters())]
-    return Report([names[p] for p in wanted], left, hooks)
+    return Report([names[p] for p in wanted], left, hooks, list(groups.values()))
 
 
 def _refuse_old_graph(cut: CutParameter, name: str) -> None:

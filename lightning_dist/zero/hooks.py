@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -121,6 +122,8 @@ class UnitHooks:
         return context
 
     def _pack(self, tensor: Tensor) -> object:
+        if isinstance(tensor, FakeTensor):
+            return None, tensor.detach(), 0  # torch hands over the saved output itself: a cycle that is never collected
         return self._storages.get(tensor.untyped_storage()._cdata), tensor, tensor._version
 
     def _unpack(self, packed: Any) -> Tensor:
