@@ -32,7 +32,7 @@ from tests.lit import Regressor, assert_same_weights, fit_both, loader, trainer_
 REPOSITORY = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["zero4", "zero", "zero3_tp2", "3d", "tp3", "pp3", "ZERO9"])
+@pytest.mark.parametrize("name", ["zero4", "zero", "zero3_tp2", "3d_zero9", "tp3", "pp3", "ZERO9"])
 def test_unknown_names_explain_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"zero0.*zero3"):
         L.Trainer(strategy=name, accelerator="cpu", devices=2)

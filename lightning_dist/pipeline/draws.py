@@ -11,11 +11,11 @@ of its own, the same on all ranks, and its streams begin anew where stages may h
 
 Streams begin behind what draws, not ahead of it: so the state that an activation checkpoint saves ahead of a layer is
 the one that the layer drew from. They are those of torch, of numpy and of `random`, and of the generators that the user
-keeps in attributes of the module.
+keeps in attributes of the modules that all stages run.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -58,9 +58,9 @@ def draws_of_step(generators: list[Generator], number: int) -> list[Draws]:
     ]
 
 
-def generators_of(module: nn.Module) -> list[Generator]:
-    """The default ones, that of the CPU first, and those in attributes of the module."""
-    kept = (value for part in module.modules() for value in vars(part).values() if type(value) is Generator)
+def generators_of(parts: Iterable[nn.Module]) -> list[Generator]:
+    """The default ones, that of the CPU first, and those in attributes of these modules."""
+    kept = (value for part in parts for value in vars(part).values() if type(value) is Generator)
     return [torch.default_generator, *_of_device(), *dict.fromkeys(kept)]
 
 

@@ -209,7 +209,7 @@ class PipelineEngine:
                 "batch"
             )
         shares = [weight / (total or 1.0) for weight in weighed]
-        generators = generators_of(self.module)
+        generators = generators_of(self.run_by_all_stages.values())
         draws = draws_of_step(generators, len(parts))
         trained = hash(tuple(parameter.requires_grad for parameter in self.module.parameters()))
         with self.mesh.rollcall.closing(NO_MEETING if self.mesh.pp.size > 1 else ""):
