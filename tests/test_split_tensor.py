@@ -712,6 +712,18 @@ def test_a_dropout_that_drops_nothing_draws_nothing() -> None:
 
 
 @ranks(2)
+def test_tensors_drawn_like_divided_ones_are_those_of_one_process() -> None:
+    plain, cut = cut_parameter(mesh().tp, 1)
+    for draw in (torch.rand_like, torch.randn_like):
+        found = []
+        for like in (plain, cut):
+            torch.manual_seed(5)
+            found.append((put_together(draw(like, dtype=torch.float32)), torch.rand(3)))
+        for mine, want in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(mine, want, rtol=0, atol=0)
+
+
+@ranks(2)
 def test_local_draws_come_again_when_the_common_stream_is_restored() -> None:
     axis = mesh().tp
     state = torch.random.get_rng_state()

@@ -141,3 +141,10 @@ def drawing(func: Any, args: Args, kwargs: Kwargs) -> Any:
     first = first_split(args, kwargs)
     with local_draws(first.lie.axis, without_answers(first).device):
         return elementwise(func, args, kwargs)
+
+
+def drawing_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`rand_like` and `randn_like`: this rank's part of the numbers that one process would have drawn."""
+    lie, like = args[0].lie, without_answers(args[0])
+    numbers = func(like.new_empty(whole_shape(args[0])), *args[1:], **kwargs)
+    return split_tensor(part_of(numbers, lie.dim, lie.split, lie.axis.rank).contiguous(), lie)

@@ -14,7 +14,7 @@ from lightning_dist.tensor.rules.pointwise import (
     DATA,
     casting,
     data_of,
-    drawing,
+    drawing_like,
     dropping,
     each,
     elementwise,
@@ -90,7 +90,7 @@ def table() -> dict[Any, Rule]:
     enter(casting, Tensor.to, Tensor.type_as)
     enter(set_data, vars(torch._C.TensorBase)["data"].__set__)
     enter(dropping, F.dropout, torch.dropout, F.alpha_dropout)
-    enter(drawing, torch.rand_like, torch.randn_like)
+    enter(drawing_like, torch.rand_like, torch.randn_like)
     enter(hooking, Tensor.register_hook)
     enter(reduction(1), *_functions(_REDUCTIONS, torch, Tensor))
     enter(reduction(2), *_functions("norm topk", torch, Tensor), torch.linalg.vector_norm)
