@@ -76,21 +76,40 @@ class Seen:
 
 @contextmanager
 def same_attributes_after(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """What the block does to plain data of these modules is undone."""
+    """What the block does to plain data of these modules is undone.
+
+    Hooks that it registers stay; then flags stay as they are too, since one of them may be the note of it.
+    """
     before = [(part, {name: Seen(value).keep() for name, value in attributes(part).items()}) for part in parts]
+    hooks = number_of_hooks(part for part, _ in before)
     try:
         yield
     finally:
+        as_many = number_of_hooks(part for part, _ in before) == hooks
         for part, seen in before:
-            restore(part, seen)
+            restore(part, seen, flags=as_many)
 
 
-def restore(part: nn.Module, before: Mapping[str, Seen], but: frozenset[str] = _OF_MODULES) -> None:
-    """Plain data of a module as it was; what has come since goes."""
-    for name in attributes(part, but).keys() - before.keys():
-        del vars(part)[name]
+def number_of_hooks(parts: Iterable[nn.Module]) -> int:
+    """Forward hooks of these modules."""
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in parts)
+
+
+def restore(
+    part: nn.Module, before: Mapping[str, Seen], but: frozenset[str] = _OF_MODULES, *, flags: bool = True
+) -> None:
+    """Plain data of a module as it was; what has come since goes.
+
+    Args:
+        flags: whether that holds for truth values, too.
+    """
+    held = attributes(part, but)
+    for name in held.keys() - before.keys():
+        if flags or not isinstance(held[name], bool):
+            del vars(part)[name]
     for name, seen in before.items():
-        vars(part)[name] = seen.restored()
+        if flags or not isinstance(seen.value, bool):
+            vars(part)[name] = seen.restored()
 
 
 def _is_plain(value: Any) -> bool:

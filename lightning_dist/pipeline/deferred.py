@@ -5,11 +5,15 @@ waits for (Qi et al. 2024, arXiv 2401.10241). While a stage's forward runs withi
 is a parameter go through a function of our own, whose backward gives the first and notes down the second. `finish`
 computes what was noted, adding it right into ``weight.grad``.
 
+What runs inside a checkpoint of the user's own is left as it is: it is computed once more in backward, outside of this
+mode, and must save the same tensors there.
+
 Everything else (norms, biases, embeddings, weights that user code reads in other ways) gets its gradient in the first
 half, as usual: the numbers are the same, and what is deferred is nearly all of the work.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +28,7 @@ class Deferred(TorchFunctionMode):
     """The weight gradients of one forward."""
 
     noted: list[tuple[nn.Parameter, Tensor, Tensor, bool]] = field(default_factory=list)
+    _savers: object = None  # who saves tensors for autograd, where nobody else may: nobody, or a checkpoint of ours
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -33,6 +38,8 @@ class Deferred(TorchFunctionMode):
     ) -> Any:
         """Take linear maps over."""
         kwargs = kwargs or {}
+        if func in _TAKEN and _savers() is not self._savers:
+            return func(*args, **kwargs)
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if _can_wait(x, weight):
@@ -40,6 +47,21 @@ class Deferred(TorchFunctionMode):
         elif func is torch.addmm and len(args) == 3 and not kwargs and _can_wait(args[1], args[2]):  # Conv1D
             return _linear(args[1], args[2], args[0], self.noted, True)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The inside of a checkpoint of ours, whose second forward is within `again`."""
+        before, self._savers = self._savers, _savers()
+        try:
+            yield
+        finally:
+            self._savers = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The same, when it is computed in backward."""
+        with self, self.computing():
+            yield
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -53,6 +75,15 @@ class Deferred(TorchFunctionMode):
             else:
                 weight.grad.add_(left.t() @ right)
         self.noted.clear()
+
+
+_TAKEN = (F.linear, torch.addmm)
+
+
+def _savers() -> object:
+    """The function that packs what autograd saves, if there is one: a checkpoint's, for instance."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
 
 
 def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ Behind the chain a fake must not be touched: something left the chain by a side 
 all layers for an auxiliary loss), and a loss computed from it would have no value. It is refused with its origin.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_dist.core.shard import cut_of
 from lightning_dist.params.questions import seen_shape
 
 _ORIGIN = "_lightning_dist_origin"
+_FROM = "what was computed from "
 
 
 class Fakes:
@@ -76,7 +77,7 @@ class Fakes:
     def label(self, value: Any, origin: str) -> Any:
         """Note where the fakes in a structure come from, for messages."""
         for leaf in pytree.tree_leaves(value):
-            if is_fake(leaf) and not hasattr(leaf, _ORIGIN):
+            if is_fake(leaf):
                 setattr(leaf, _ORIGIN, origin)
         return value
 
@@ -89,6 +90,22 @@ def is_fake(value: object) -> bool:
 def origin_of(fake: object) -> str:
     """Which module or parameter a fake comes from, as far as that is known."""
     return str(getattr(fake, _ORIGIN, "what is computed on another stage"))
+
+
+class _AsComputed(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def as_computed(tensor: Tensor) -> Tensor:
+    """The same values, as if they had been computed: autograd lets nobody write in place to what starts a graph."""
+    computed: Callable[[Tensor], Tensor] = _AsComputed.apply
+    return computed(tensor) if tensor.requires_grad else tensor
 
 
 class ValuesReadError(UnsupportedModelError):
@@ -113,7 +130,12 @@ class _Mode(FakeTensorMode):
                 self.fakes.drawn += 1
                 if self.fakes.keeps_pace:
                     _draw_as_much(func, args, kwargs or {})
-            return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            made = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            if isinstance(made, FakeTensor) and not hasattr(made, _ORIGIN):
+                of = next((getattr(arg, _ORIGIN) for arg in args if hasattr(arg, _ORIGIN)), None)
+                if of is not None:
+                    setattr(made, _ORIGIN, of if of.startswith(_FROM) else f"{_FROM}{of}")
+            return made
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise ValuesReadError(_refusal(func, args, kwargs, "has its values read ahead of the layers")) from None
         finally:

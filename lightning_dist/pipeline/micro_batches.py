@@ -28,7 +28,7 @@ def count_samples(batch: Any) -> int:
         ConfigurationError: there is no tensor with a dim 0, or they disagree.
     """
     sizes: dict[int, str] = {}
-    for path, leaf in _tensors(batch, "batch"):
+    for path, leaf in tensors_in(batch, "batch"):
         if leaf.ndim:
             sizes.setdefault(leaf.shape[0], f"{path} of shape {tuple(leaf.shape)}")
     if not sizes:
@@ -54,16 +54,17 @@ def split_batch(batch: Any, num_micro_batches: int) -> list[Any]:
     return [_part(batch, samples * part // parts, samples * (part + 1) // parts, samples) for part in range(parts)]
 
 
-def _tensors(value: Any, path: str) -> list[tuple[str, Tensor]]:
+def tensors_in(value: Any, path: str) -> list[tuple[str, Tensor]]:
+    """The tensors of a structure, with where they are in it."""
     if isinstance(value, Tensor):
         return [(path, value)]
     if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in _tensors(item, f"{path}[{key!r}]")]
+        return [found for key, item in value.items() for found in tensors_in(item, f"{path}[{key!r}]")]
     if isinstance(value, (list, tuple)):
-        return [found for index, item in enumerate(value) for found in _tensors(item, f"{path}[{index}]")]
+        return [found for index, item in enumerate(value) for found in tensors_in(item, f"{path}[{index}]")]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value)]
-        return [found for name in names for found in _tensors(getattr(value, name), f"{path}.{name}")]
+        return [found for name in names for found in tensors_in(getattr(value, name), f"{path}.{name}")]
     return []
 
 
@@ -76,7 +77,7 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(part, value))
     if isinstance(value, (list, tuple)):
-        if len(value) == samples and not _tensors(value, ""):
+        if len(value) == samples and not tensors_in(value, ""):
             return value[start:stop]
         return type(value)(map(part, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -102,7 +103,7 @@ def signature(value: Any) -> object:
         if isinstance(leaf, Tensor):
             said.append((tuple(leaf.shape), leaf.dtype))
         elif isinstance(leaf, Mapping) or dataclasses.is_dataclass(leaf):
-            said.append((type(leaf), tuple((path, tuple(t.shape), t.dtype) for path, t in _tensors(leaf, ""))))
+            said.append((type(leaf), tuple((path, tuple(t.shape), t.dtype) for path, t in tensors_in(leaf, ""))))
         else:
             said.append(leaf if isinstance(leaf, (int, bool, type(None))) else type(leaf))
     return tuple(said), str(tree)
@@ -128,7 +129,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     if isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
         return _like(first, {key: inner([output[key] for output in outputs]) for key in first})
     if isinstance(first, (list, tuple)):
-        if not _tensors(first, "") and all(len(o) == n for o, n in zip(outputs, sizes, strict=True)):
+        if not tensors_in(first, "") and all(len(o) == n for o, n in zip(outputs, sizes, strict=True)):
             return type(first)(item for output in outputs for item in output)
         if all(len(output) == len(first) for output in outputs):
             merged = [inner(list(items)) for items in zip(*outputs, strict=True)]

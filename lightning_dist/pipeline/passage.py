@@ -4,12 +4,16 @@ Modules are seen by their class: while a step runs, and only then, it is a subcl
 could not do this, which see a call but cannot take its place; a replaced attribute would be copied and pickled along.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.pipeline.fakes import Fakes
@@ -20,6 +24,7 @@ Play = Callable[..., Any]
 """What is done in the place of a call: takes the layer's number (or the module), its arguments, and the call itself."""
 
 _ROLE = "_lightning_dist_role"
+_ACTS = "_lightning_dist_acts"
 
 
 class StageDone(BaseException):
@@ -61,10 +66,12 @@ class Passage:
         Raises:
             StepShapeError: it caught what ends it.
         """
-        done = False
+        done, learns = False, torch.is_grad_enabled()
 
         def seen_layer(index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
             nonlocal done
+            if learns and _is_in_a_checkpoint(sys._getframe()):
+                raise self._checkpointed_from_outside(index)
             try:
                 return layer(index, args, kwargs, call)
             except StageDone:
@@ -95,7 +102,11 @@ class Passage:
 
         def act(part: nn.Module, play: Callable[..., Any], what: object) -> None:
             own = type(part)
-            call = own.__call__.__get__(part)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with as_itself(part):
+                    return part(*args, **kwargs)
+
             vars(part)[_ROLE] = lambda args, kwargs: play(what, args, kwargs, call)
             object.__setattr__(part, "__class__", _actor(own))  # type: ignore[arg-type]  # classes have a hash
             acting.append((part, own))
@@ -130,6 +141,14 @@ class Passage:
         )
         raise StepShapeError(f"{said}. {self.no_second_pass()}")
 
+    def _checkpointed_from_outside(self, index: int) -> StepShapeError:
+        return StepShapeError(
+            f"{self.stages.chain.names[index]} is called inside torch.utils.checkpoint, which would call it once more "
+            "in backward, when this pipeline stage has gone on to other micro-batches. Call the layers without it, and "
+            'have them computed again by the pipeline: PipelineParallelStrategy(recompute="full"); a checkpoint inside '
+            "of a layer is right too"
+        )
+
     def no_second_pass(self) -> str:
         chain = self.stages.chain
         return (
@@ -140,15 +159,37 @@ class Passage:
         )
 
 
+def _is_in_a_checkpoint(frame: FrameType | None) -> bool:
+    """Whether a call was made by `torch.utils.checkpoint`, inside the step: one kind of it shows in no other way."""
+    while frame is not None and frame.f_code is not Passage.run.__code__:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
-def as_itself(part: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Within the block calls of a module that is seen are not played."""
-    role = vars(part)[_ROLE]
-    vars(part)[_ROLE] = lambda args, kwargs: call(*args, **kwargs)
+def as_itself(part: nn.Module) -> Iterator[None]:
+    """Within the block a module is of its own class, which its code may ask for, and calls of it are not played."""
+    seen_as = type(part)
+    object.__setattr__(part, "__class__", own_class(part))
     try:
         yield
     finally:
-        vars(part)[_ROLE] = role
+        object.__setattr__(part, "__class__", seen_as)
+
+
+def own_class(part: nn.Module) -> type[nn.Module]:
+    """The class of a module as its writer knows it."""
+    kind = type(part)
+    return kind.__bases__[0] if _ACTS in vars(kind) else kind
+
+
+class _NotSaid(nn.Module):
+    """Stands before a class, so that its `__init_subclass__` does not hear of another one."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 @cache
@@ -158,7 +199,11 @@ def _actor(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return vars(self)[_ROLE](args, kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    inside: dict[str, Any] = {"__call__": call, "__module__": kind.__module__, _ACTS: True}
+    make: Callable[..., type[nn.Module]] = type(kind)
+    actor = make(kind.__name__, (_NotSaid, kind), inside)
+    actor.__bases__ = (kind,)
+    return actor
 
 
 def _outermost_with_parameters(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:

@@ -6,8 +6,8 @@ before; their shapes are known, and whether a gradient comes back. What modules 
 runs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_dist.pipeline.alike import signature_of_call
 from lightning_dist.pipeline.attributes import same_attributes_after
 from lightning_dist.pipeline.draws import Draws, Watch, same_numbers_after
-from lightning_dist.pipeline.fakes import FakeParameters, Fakes, ValuesReadError, is_fake
-from lightning_dist.pipeline.passage import Passage, StageDone, Step, as_itself
+from lightning_dist.pipeline.fakes import FakeParameters, Fakes, ValuesReadError, as_computed, is_fake
+from lightning_dist.pipeline.passage import Passage, StageDone, Step, as_itself, own_class
+from lightning_dist.pipeline.played import call_with_zeros, must_be_called, same_buffers_after, uncompiled
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Script:
     layer_outputs: list[Any] = field(default_factory=list)
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)  # of modules ahead
     plain_draws: bool = False  # whether a layer draws random numbers of numpy or `random`
+    look_at_values: set[int] = field(default_factory=set)  # layers
     checked: bool = False  # whether the loss was seen to come from the chain by its end alone
 
 
@@ -84,19 +87,29 @@ def rehearse(passage: Passage, step: Step, draws: Draws) -> Script:
             ]
             if index == max(starts):
                 raise StageDone
-        key = _signature_of_call(chain.layers[index], args, kwargs)
-        output = alike.get(key)
-        if output is None or not _is_all_fake(output):
+        script.layer_outputs.append(None)
+        part, name = chain.layers[index], chain.names[index]
+        alone = must_be_called(part, args, kwargs)
+        key = None if alone else signature_of_call(part, own_class(part), args, kwargs)
+        known = alike.get(key)
+        if known is not None:
+            output, looks = _fresh(known[0], passage.fakes, name), known[1]
+        else:
             watch = Watch(generators)
-            output = alike[key] = _try(passage, chain.layers[index], args, kwargs, call)
+            output, looks = _try(passage, index, args, kwargs, call)
             script.plain_draws |= watch.plain
-        script.layer_outputs.append(_replay_of(output, passage, chain.layers[index]))
-        return _fresh(output, passage.fakes, passage.names[chain.layers[index]])
+            if not alone and _is_all_fake(output):
+                alike[key] = _fresh(output, passage.fakes, name), looks
+        if looks:
+            script.look_at_values.add(index)
+        script.layer_outputs[index] = _replay_of(output, passage, part)
+        return output
 
     with ExitStack() as stack:
         stack.enter_context(same_numbers_after(generators))
-        stack.enter_context(_same_buffers_after(passage.module))
+        stack.enter_context(same_buffers_after(passage.module))
         stack.enter_context(same_attributes_after(passage.module.modules()))
+        stack.enter_context(uncompiled())
         stack.enter_context(FakeParameters(passage.module, passage.fakes))
         draws.begin(0)
         done, _ = passage.run(step, layer, ahead)
@@ -106,23 +119,13 @@ def rehearse(passage: Passage, step: Step, draws: Draws) -> Script:
     return script
 
 
-def _try(passage: Passage, layer: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-    """A fake output of a layer. One that looks at values (which expert gets which token) is shown zeros."""
+def _try(passage: Passage, index: int, args: Any, kwargs: Any, call: Callable[..., Any]) -> tuple[Any, bool]:
+    """A fake output of a layer, and whether it looks at values."""
+    layer, name = passage.stages.chain.layers[index], passage.stages.chain.names[index]
     try:
-        return call(*args, **kwargs)
+        return passage.fakes.label(call(*args, **kwargs), name), False
     except ValuesReadError:
-        fakes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_fake(leaf)]
-    trained = any(p.requires_grad for p in layer.parameters()) or any(fake.requires_grad for fake in fakes)
-    values = {name: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for name, p in layer.named_parameters()}
-    args, kwargs = pytree.tree_map(_zeros_for_fakes, (args, kwargs))
-    with as_itself(layer, call), torch.no_grad():
-        output = torch.func.functional_call(layer, values, args, kwargs)
-    grads = trained and torch.is_grad_enabled()
-    return pytree.tree_map_only(
-        Tensor,
-        lambda t: passage.fakes.like(t, passage.names[layer], requires_grad=grads and t.is_floating_point()),
-        output,
-    )
+        return call_with_zeros(passage.fakes, layer, name, args, kwargs, as_itself), True
 
 
 def _replay_of(output: Any, passage: Passage, part: nn.Module) -> Any:
@@ -132,52 +135,13 @@ def _replay_of(output: Any, passage: Passage, part: nn.Module) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: passage.fakes.like(tensor, passage.names[part]), output)
 
 
-@contextmanager
-def _same_buffers_after(module: nn.Module) -> Iterator[None]:
-    """What the block writes to buffers or puts in their place (a count of batches, batch statistics) is undone."""
-    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
-    places = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
-    try:
-        yield
-    finally:
-        for buffers, held in places:
-            buffers.update(held)
-        with torch.no_grad():
-            for buffer, version, values in before:
-                if buffer._version != version or not torch.equal(buffer, values):  # norms write without counting it
-                    buffer.copy_(values)
-
-
 def _fresh(value: Any, fakes: Fakes, origin: str) -> Any:
     """New fakes like those in a structure, with the same need of gradients."""
     return pytree.tree_map_only(
-        Tensor, lambda t: fakes.like(t, origin, requires_grad=t.requires_grad) if is_fake(t) else t, value
+        Tensor, lambda t: as_computed(fakes.like(t, origin, requires_grad=t.requires_grad)) if is_fake(t) else t, value
     )
-
-
-def _zeros_for_fakes(leaf: object) -> object:
-    """Zeros for a fake; nothing for objects such as a cache, in which the first attempt may have left fakes."""
-    if isinstance(leaf, Tensor):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if is_fake(leaf) else leaf
-    plain = isinstance(leaf, (int, float, str, torch.dtype, torch.device, type(None), type(Ellipsis)))
-    return leaf if plain or callable(leaf) else None
 
 
 def _is_all_fake(value: Any) -> bool:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(map(is_fake, tensors))
-
-
-def _signature_of_call(layer: nn.Module, args: Any, kwargs: Any) -> object:
-    """Calls with equal signatures have outputs of equal shapes."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    said = tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else _plain(leaf)
-        for leaf in leaves
-    )
-    held = tuple((name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters())
-    return type(layer).__mro__[1], held, said, str(tree)
-
-
-def _plain(leaf: object) -> object:
-    return leaf if isinstance(leaf, (int, float, bool, str, type(None))) else type(leaf)

@@ -26,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dist.core.errors import UnsupportedModelError
 from lightning_dist.pipeline.deferred import Deferred
 from lightning_dist.pipeline.draws import Draws
-from lightning_dist.pipeline.fakes import Fakes, Filled, is_fake, origin_of
+from lightning_dist.pipeline.fakes import Fakes, Filled, as_computed, is_fake, origin_of
 from lightning_dist.pipeline.homes import Stages, is_here
-from lightning_dist.pipeline.passage import Passage, StageDone, Step, StepShapeError
+from lightning_dist.pipeline.micro_batches import tensors_in
+from lightning_dist.pipeline.passage import Passage, StageDone, Step, StepShapeError, as_itself
+from lightning_dist.pipeline.played import call_with_zeros, in_its_place, must_be_called, same_buffers_after, uncompiled
 from lightning_dist.pipeline.rehearsal import UNSEEN, Leaf, Script, rehearse
 from lightning_dist.pipeline.side_doors import refuse_side_doors
 
@@ -93,6 +95,7 @@ class StageView:
         expected = 0
         travels: list[Tensor] = []
         ends: list[Tensor] = []
+        learns = torch.is_grad_enabled()
 
         def ahead(part: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
             count = calls[part] = calls.get(part, -1) + 1
@@ -101,7 +104,13 @@ class StageView:
                 raise self._used_behind(self.passage.names[part])
             known = script.calls.get(part, [])
             seen = known[count] if count < len(known) else UNSEEN
-            output = call(*args, **kwargs) if computed or seen.output is None else seen.output
+            if computed:
+                output = call(*args, **kwargs)
+            elif seen.output is not None and not must_be_called(part, args, kwargs):
+                output = seen.output
+            else:
+                with uncompiled():
+                    output = self.fakes.label(call(*args, **kwargs), self.passage.names[part])
             if seen.draws and not filled.paused:
                 draws.begin(self._stream_behind(part, count))
             return output
@@ -112,23 +121,23 @@ class StageView:
             expected += 1
             if index < first:
                 output = script.layer_outputs[index]
-                output = call(*args, **kwargs) if output is None else output
+                if output is None or must_be_called(self.stages.chain.layers[index], args, kwargs):
+                    output = self._call_with_fakes(index, script, args, kwargs, call)
                 draws.begin(1 + index, plain=script.plain_draws)
                 return output
             at_a_boundary = index == end or (index == first and stage > 0)
             if at_a_boundary or not (_has_no_fake(args) and _has_no_fake(tuple(kwargs.values()))):
-                leaves, tree = pytree.tree_flatten((args, kwargs))
+                leaves = pytree.tree_leaves((args, kwargs))
+                if at_a_boundary:
+                    self._check_count(index, script, leaves)
                 if index == first and stage > 0:
-                    self._check_count(index, script, leaves)
                     for leaf, tensor in zip(script.entries[index], received, strict=True):
-                        filled.fill(leaves[leaf.position], tensor)
-                        leaves[leaf.position] = tensor
-                leaves = [self._real(filled.of(leaf), index) for leaf in leaves]
+                        filled.fill(leaves[leaf.position], as_computed(tensor))
+                args, kwargs = in_its_place(lambda leaf: self._real(filled.of(leaf), index), (args, kwargs))
                 if index == end:
-                    self._check_count(index, script, leaves)
-                    travels.extend(self._leaving(leaf, leaves, index) for leaf in script.entries[index])
+                    leaves = pytree.tree_leaves((args, kwargs))
+                    travels.extend(self._leaving(leaf, leaves, index, learns) for leaf in script.entries[index])
                     raise StageDone
-                args, kwargs = pytree.tree_unflatten(leaves, tree)
             filled.paused = True
             if self.recompute and torch.is_grad_enabled():
                 args, kwargs = pytree.tree_map(_nothing_for_caches, (args, kwargs))
@@ -150,10 +159,31 @@ class StageView:
             return Outcome(travels)
         if end < number or expected < number:
             raise self.passage.returned_early(expected, f"stage {stage} ends")
+        returned = self._with_values(returned, filled)
         if not script.checked:
             refuse_side_doors(returned, ends, self.inside)
             script.checked = True
-        return Outcome(None, pytree.tree_map(self.in_whole, returned))
+        return Outcome(None, returned)
+
+    def _call_with_fakes(self, index: int, script: Script, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """What a layer of an earlier stage does when it is called, but for its computation."""
+        layer, name = self.stages.chain.layers[index], self.stages.chain.names[index]
+        with same_buffers_after(layer), uncompiled():
+            if index in script.look_at_values:
+                return call_with_zeros(self.fakes, layer, name, args, kwargs, as_itself)
+            return self.fakes.label(call(*args, **kwargs), name)
+
+    def _with_values(self, returned: Any, filled: Filled) -> Any:
+        """What a step returned, as far as it has values."""
+        returned = pytree.tree_map(lambda leaf: self.in_whole(filled.of(leaf)), returned)
+        for path, tensor in tensors_in(returned, "what it returned"):
+            if is_fake(tensor):
+                raise UnsupportedModelError(
+                    f"the step returned {origin_of(tensor)} ({path}), which has no values here: it is computed on "
+                    "another pipeline stage, and from stage to stage travel only the arguments of the layers. Leave it "
+                    "out of what is returned (output_hidden_states=False, for instance), or pass it through the layers"
+                )
+        return returned
 
     def _stream_behind(self, part: nn.Module, call: int) -> int:
         """A number of its own for each call of a module ahead; the layers have the first ones."""
@@ -182,12 +212,19 @@ class StageView:
             )
         return leaf
 
-    def _leaving(self, leaf: Leaf, leaves: Sequence[Any], index: int) -> Tensor:
+    def _leaving(self, leaf: Leaf, leaves: Sequence[Any], index: int, learns: bool) -> Tensor:
         tensor = self.in_whole(leaves[leaf.position])
         name = self.stages.chain.names[index]
         if not isinstance(tensor, Tensor):
             raise StepShapeError(
                 f"argument {leaf.position} of {name} is a {type(tensor).__name__} here and a tensor in the rehearsal"
+            )
+        if learns and tensor.requires_grad != leaf.needs_grad:
+            here, there = ("has a gradient", "none") if tensor.requires_grad else ("has no gradient", "one")
+            raise StepShapeError(
+                f"argument {leaf.position} of {name} {here} on pipeline stage {self.stages.of_layer(index) - 1}, but "
+                f"{there} in the rehearsal: whether a layer stops the gradient must not depend on values, nor on the "
+                "number of the layer"
             )
         if tensor.shape != leaf.like.shape or tensor.dtype != leaf.like.dtype:
             raise StepShapeError(
@@ -200,7 +237,7 @@ class StageView:
 
 def _again(deferred: Deferred | None) -> Callable[[], tuple[Any, Any]]:
     """Contexts of a forward that is computed once more in backward: within what the first one was in."""
-    return lambda: (nullcontext(), nullcontext() if deferred is None else deferred)
+    return lambda: (nullcontext(), nullcontext()) if deferred is None else (deferred.computing(), deferred.again())
 
 
 def _nothing_for_caches(leaf: object) -> object:

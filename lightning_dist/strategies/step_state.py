@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dist.core.errors import ConfigurationError
+from lightning_dist.core.errors import ConfigurationError, UnsupportedModelError
 from lightning_dist.core.shard import home_of
-from lightning_dist.pipeline.attributes import Seen, attributes, restore
-from lightning_dist.pipeline.micro_batches import merge, weighted_sum
+from lightning_dist.pipeline.attributes import Seen, attributes, number_of_hooks, restore
+from lightning_dist.pipeline.fakes import is_fake, origin_of
+from lightning_dist.pipeline.micro_batches import merge, tensors_in, weighted_sum
 
 Logged = list[tuple[str, Any, dict[str, Any]]]
 """Names, values and arguments of calls of ``self.log``. A metric is a `_Logged`."""
@@ -73,7 +74,13 @@ class Recorder:
                 del self._calls[name]
 
     def logged(self, weights: Sequence[float]) -> Logged:
-        """What one call for the whole batch would have logged."""
+        """What one call for the whole batch would have logged.
+
+        Raises:
+            UnsupportedModelError: a value does not exist on the stage that has run the step to its end.
+        """
+        for name, (values, _) in self._calls.items():
+            _insist_on_values(values, f'self.log("{name}", ...) was given')
         return [(name, _combine(*noted, weights), _merged(noted[1])) for name, noted in self._calls.items()]
 
 
@@ -146,11 +153,16 @@ class Snapshot:
         self.copies: dict[str, dict[str, Any]] | None = None
         if thorough:
             self.copies = {name: _copied(vars(metric), metric._defaults) for name, metric in _metrics(module)}
+            self.hooks = number_of_hooks(module.modules())
             for seen in (*(s for kept in self.attributes.values() for s in kept.values()), *self.buffers.values()):
                 seen.keep()
 
     def changes(self) -> dict[str, Any]:
-        """What a step has changed since, to be given to `apply` on another rank."""
+        """What a step has changed since, to be given to `apply` on another rank.
+
+        Raises:
+            UnsupportedModelError: it has left something in an attribute that does not exist on this stage.
+        """
         for collection in (part for part in self.module.modules() if isinstance(part, MetricCollection)):
             list(collection.items(keep_base=True, copy_state=False))  # metrics that share states show them
         metrics = {
@@ -167,6 +179,8 @@ class Snapshot:
                         attributes[part, name] = before.size, value[before.size :]
                 elif before is None or before.may_differ(value):
                     attributes[part, name] = -1, value
+        for (part, name), (_, value) in attributes.items():
+            _insist_on_values(value, f"self.{part}{'.' if part else ''}{name} holds")
         buffers = {
             name: buffer
             for name, buffer in self._buffers()
@@ -194,8 +208,9 @@ class Snapshot:
     def restore(self) -> None:
         """Undo what was done since. It must be `thorough`."""
         assert self.copies is not None
+        flags = number_of_hooks(self.module.modules()) == self.hooks  # else one may be the note that hooks are there
         for part, kept in self.attributes.items():
-            restore(self.parts[part], kept, _names_of_others(self.parts[part]))
+            restore(self.parts[part], kept, _names_of_others(self.parts[part]), flags=flags)
         for name, metric in _metrics(self.module):
             vars(metric).update(_copied(self.copies[name], metric._defaults))
         for seen in self.buffers.values():
@@ -209,6 +224,16 @@ class Snapshot:
             if name in self.parts or (home := home_of(part)) is None or len(home.ranks) > 1
             for key, buffer in part.named_buffers(recurse=False)
         ]
+
+
+def _insist_on_values(value: Any, said: str) -> None:
+    for _, tensor in tensors_in(value, ""):
+        if is_fake(tensor):
+            raise UnsupportedModelError(
+                f"{said} {origin_of(tensor)}, which has no values where the step ends: it is computed on another "
+                "pipeline stage, and from stage to stage travel only the arguments of the layers. Leave it out, or "
+                "pass it through the layers"
+            )
 
 
 def _copied(states: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
