@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import ShardedStrategy, TensorParallelStrategy
-from lightning_dist.core.errors import NonFiniteLossError
+from lightning_dist.core.errors import NonFiniteLossError, PeerLostError
 from tests.harness import rank, ranks, world_size
 from tests.lit import told, trainer_alone, trainer_on_ranks
 from tests.test_averaging import CALLBACKS
@@ -81,7 +81,7 @@ def test_nan_in_one_replica_stops_or_skips_on_all() -> None:
     trainer = trainer_on_ranks(TensorParallelStrategy(tp=2), max_epochs=1)
     module = Poisoned()
     module.everywhere = True  # else the others would wait until the process of the failed ranks ends
-    with pytest.raises(NonFiniteLossError, match=f"rank {rank()} at batch 2"):
+    with pytest.raises((NonFiniteLossError, PeerLostError), match=r"rank \d at batch 2"):
         trainer.fit(module, texts(**share))
 
 

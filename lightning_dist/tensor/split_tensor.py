@@ -186,9 +186,15 @@ def _announce(parts: Sequence[SplitTensor], function: str) -> None:
     """Perhaps only some ranks are about to collect parts, or each of them those of another tensor."""
     rollcall = parts[0].lie.axis.rollcall
     if rollcall is not None:
-        said = [(part.__dict__.get(WRITABLE, "a tensor"), whole_shape(part)) for part in parts]
+        said = [(_name_of(part), whole_shape(part)) for part in parts]
         words = ", ".join(f"{name} {list(shape)}" for name, shape in said)
         rollcall.call(Place.READ, zlib.crc32(f"{function} {said}".encode()), what=f"for {function} of {words}")
+
+
+def _name_of(part: SplitTensor) -> str:
+    """Of a parameter; views of one are known by their memory, which an empty part does not have on every rank."""
+    name: str = part.__dict__.get(WRITABLE, "a parameter") if isinstance(part, torch.nn.Parameter) else "a tensor"
+    return name
 
 
 def _show_gradients(tensor: SplitTensor) -> None:
